@@ -1,0 +1,277 @@
+"""Adapter, model or baseline -> policy table -> exact success beside the optimum, a table, JSON and a picture.
+
+    python evaluate_policy.py --policies runs/laptop                    # a run's adapter, on the run's own map
+    python evaluate_policy.py --policies random constant:LEFT expert q-learning
+    python evaluate_policy.py --policies google/gemma-2b-it --map 8x8 --samples_per_state 16
+
+Optimum, uniform random and the best constant action always stand in the table. Success probabilities are exact
+(dynamic programming over the policy table); simulated episodes stand beside them as a check, with their 95 % interval.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import gymnasium
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from transformers import HfArgumentParser, PreTrainedModel, set_seed
+
+from llm_policy.errors import InputError, run_script
+from llm_policy.expert_q import learn_q
+from llm_policy.frozen_lake import ACTIONS, Grid, default_horizon, lake_mdp, read_grid, shortest_path_policy
+from llm_policy.mdp import greedy_policy, optimal_actions, optimal_q
+from llm_policy.models import load_model, load_tokenizer
+from llm_policy.plots import policy_figure
+from llm_policy.policy_table import (
+    AGREEMENT_GAMMA,
+    PolicyReader,
+    PolicyScore,
+    best_constant_action,
+    constant_policy,
+    score_policy,
+    uniform_policy,
+)
+
+BASELINES = ("random", "constant:ACTION", "expert", "q-learning", "shortest-path")
+Q_LEARNING_RUNS, Q_LEARNING_STEPS = 5, 100_000
+RUN_FILE = "run.json"  # what train_script.py leaves beside the adapter
+
+
+@dataclass
+class EvaluatedPolicy:
+    """A policy on one or several maps: `tables[m]` and `scores[m]` belong to map m."""
+
+    name: str
+    tables: list[np.ndarray]
+    scores: list[PolicyScore]
+    simulated_successes: int
+    simulated_episodes: int
+
+    def mean(self, attribute: str) -> float:
+        return float(np.mean([getattr(score, attribute) for score in self.scores]))
+
+    @property
+    def format_validity(self) -> float | None:
+        return self.scores[0].format_validity
+
+    @property
+    def simulated_interval(self) -> tuple[float, float]:
+        """Wilson's 95 % interval of the simulated success probability."""
+        n, z = self.simulated_episodes, 1.96
+        p = self.simulated_successes / n
+        centre, half = p + z * z / (2 * n), z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+        return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
+
+    def as_dict(self) -> dict:
+        numbers = [k for k, v in self.scores[0].as_dict().items() if v is not None]
+        low, high = self.simulated_interval
+        return {
+            "policy": self.name,
+            "maps": len(self.scores),
+            **{k: self.mean(k) for k in numbers},
+            "simulated_success": self.simulated_successes / self.simulated_episodes,
+            "simulated_interval": [low, high],
+            "simulated_episodes": self.simulated_episodes,
+            "policy_SA": [table.round(6).tolist() for table in self.tables[:1]][0],
+        }
+
+
+def evaluate_policies(
+    named_tables: dict[str, list[np.ndarray]],
+    grids: Sequence[Grid],
+    is_slippery: bool,
+    *,
+    validities: dict[str, float] | None = None,
+    horizon_steps: int | None = None,
+    episodes: int = 1000,
+    seed: int = 0,
+) -> list[EvaluatedPolicy]:
+    """Judge each policy on every map, with optimum, random and the best constant action in front.
+
+    Args:
+        named_tables: name -> one `policy_SA` a map.
+        validities: name -> share of readable completions, for policies that a model gave.
+        horizon_steps: step limit; None takes Gymnasium's for the map's size.
+        episodes: simulated per policy, over all maps together.
+    """
+    horizon = horizon_steps or default_horizon(grids[0])
+    constants = [best_constant_action(lake_mdp(grid, is_slippery), horizon) for grid in grids]
+    best_constant = "best constant action" + (f" ({ACTIONS[constants[0]]})" if len(set(constants)) == 1 else "")
+    rows = {
+        "optimal": [baseline_table("expert", grid, is_slippery) for grid in grids],
+        "uniform random": [baseline_table("random", grid, is_slippery) for grid in grids],
+        best_constant: [constant_policy(len(g) * len(g[0]), a) for g, a in zip(grids, constants, strict=True)],
+        **named_tables,
+    }
+    per_map = -(-episodes // len(grids))
+    evaluated = []
+    for name, tables in rows.items():
+        validity = (validities or {}).get(name)
+        scores = [score_policy(g, is_slippery, t, horizon, validity) for g, t in zip(grids, tables, strict=True)]
+        successes = sum(
+            simulate(g, is_slippery, t, horizon, per_map, seed + m)
+            for m, (g, t) in enumerate(zip(grids, tables, strict=True))
+        )
+        evaluated.append(EvaluatedPolicy(name, tables, scores, successes, per_map * len(grids)))
+    return evaluated
+
+
+def model_policies(
+    model: PreTrainedModel, reader: PolicyReader, grids: Sequence[Grid], name: str, samples: int
+) -> tuple[dict[str, list[np.ndarray]], dict[str, float]]:
+    """Greedy policy of a model and, with `samples` > 0, its sampled distribution: named tables and validities."""
+    asked = {f"{name}, greedy": reader.policies(model, grids)}
+    if samples:
+        asked[f"{name}, sampled"] = reader.policies(model, grids, samples)
+    return {k: p.tables for k, p in asked.items()}, {k: p.format_validity for k, p in asked.items()}
+
+
+def baseline_table(name: str, grid: Grid, is_slippery: bool, seed: int = 0) -> np.ndarray:
+    """Policy table of a baseline by name (see `BASELINES`); `InputError` for an unknown one."""
+    states = len(grid) * len(grid[0])
+    kind, _, action = name.partition(":")
+    if kind == "random":
+        return uniform_policy(states)
+    if kind == "constant" and action.upper() in ACTIONS:
+        return constant_policy(states, ACTIONS.index(action.upper()))
+    if kind == "expert":
+        return greedy_policy(optimal_q(lake_mdp(grid, is_slippery), AGREEMENT_GAMMA))
+    if kind == "q-learning":
+        learners_RSA = learn_q(grid, is_slippery, AGREEMENT_GAMMA, Q_LEARNING_RUNS, Q_LEARNING_STEPS, seed)
+        return greedy_policy(learners_RSA.mean(axis=0))
+    if kind == "shortest-path":
+        return shortest_path_policy(grid)
+    raise InputError(f"--policies {name!r}: expected a run folder, a model or one of {', '.join(BASELINES)}")
+
+
+def is_baseline(name: str) -> bool:
+    return name.partition(":")[0] in {baseline.partition(":")[0] for baseline in BASELINES}
+
+
+def simulate(grid: Grid, is_slippery: bool, policy_SA: np.ndarray, horizon_steps: int, episodes: int, seed: int) -> int:
+    """Successes in `episodes` episodes of the Gymnasium environment itself, sampling actions from the table."""
+    env = gymnasium.make("FrozenLake-v1", desc=list(grid), is_slippery=is_slippery, max_episode_steps=horizon_steps)
+    generator = np.random.default_rng(seed)
+    cumulative_SA = policy_SA.cumsum(axis=1)
+    successes = 0
+    for episode in range(episodes):
+        state, _ = env.reset(seed=seed if episode == 0 else None)
+        ended = False
+        while not ended:
+            action = int((cumulative_SA[state] < generator.random()).sum())
+            state, reward, terminated, truncated, _ = env.step(min(action, len(ACTIONS) - 1))
+            ended = terminated or truncated
+        successes += reward > 0
+    return int(successes)
+
+
+def print_table(evaluated: Sequence[EvaluatedPolicy], title: str) -> str:
+    """Print the comparison on the terminal; returns what was printed."""
+    horizon = evaluated[0].scores[0].horizon_steps
+    table = Table(title=title, title_justify="left")
+    table.add_column("policy", no_wrap=True)
+    for column in ("success", f"in {horizon} steps", "% of optimal", "regret", "optimal states", "in form", "simulated"):
+        table.add_column(column, justify="right")
+    for policy in evaluated:
+        low, high = policy.simulated_interval
+        states = sum(s.optimal_states for s in policy.scores), sum(s.acting_states for s in policy.scores)
+        table.add_row(
+            policy.name,
+            f"{policy.mean('success_probability'):.4f}",
+            f"{policy.mean('success_at_horizon'):.4f}",
+            f"{policy.mean('percent_of_optimal'):.1f}",
+            f"{policy.mean('regret'):.4f}",
+            f"{states[0]}/{states[1]}",
+            "" if policy.format_validity is None else f"{100 * policy.format_validity:.0f} %",
+            f"{low:.3f}-{high:.3f}",
+        )
+    console = Console(width=120, record=True)
+    console.print(table)
+    ceiling = evaluated[0].mean("optimal_at_horizon")
+    console.print(f"The best policy that may count its steps reaches {ceiling:.4f} in {horizon} steps.")
+    return console.export_text()
+
+
+def save_evaluation(evaluated: Sequence[EvaluatedPolicy], grids: Sequence[Grid], is_slippery: bool, folder: Path) -> None:
+    """`evaluation.json` and `policy.png` (first map: optimum and the last policy, or all of up to four)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {"map": list(grids[0]), "maps": len(grids), "is_slippery": is_slippery}
+    content["policies"] = [policy.as_dict() for policy in evaluated]
+    optimal_SA = optimal_actions(optimal_q(lake_mdp(grids[0], is_slippery), AGREEMENT_GAMMA))
+    shown = [evaluated[0], *evaluated[3:]][:5]
+    figure = policy_figure(
+        grids[0],
+        {f"{p.name}\nsuccess {p.scores[0].success_probability:.3f}": p.tables[0] for p in shown},
+        optimal_SA,
+    )
+    figure.savefig(folder / "policy.png", dpi=120)
+    (folder / "evaluation.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+@dataclass
+class EvaluationArguments:
+    """What to judge, and where."""
+
+    policies: list[str] = field(
+        metadata={"help": f"Run folders, model names or paths, GGUF files, or baselines: {', '.join(BASELINES)}."}
+    )
+    map: str | None = field(default=None, metadata={"help": "4x4, 8x8 or a text file. Default: the run's, else 4x4."})
+    is_slippery: bool | None = field(default=None, metadata={"help": "Slippery ice? Default: the run's, else true."})
+    observation: str | None = field(default=None, metadata={"help": "As in training. Default: the run's."})
+    horizon_steps: int | None = field(default=None, metadata={"help": "Step limit. Default: 100, above 4x4 200."})
+    samples_per_state: int = field(default=16, metadata={"help": "Completions per state; 0: greedy only."})
+    episodes: int = field(default=1000, metadata={"help": "Simulated episodes beside the exact figures."})
+    max_completion_length: int = field(default=64, metadata={"help": "Tokens a completion may have."})
+    dtype: str = field(default="bfloat16", metadata={"help": "Weights: bfloat16, float16 or float32."})
+    seed: int = field(default=0, metadata={"help": "Of sampling, simulation and Q-learning."})
+    output_dir: str | None = field(default=None, metadata={"help": "Where evaluation.json and policy.png go."})
+
+
+def run_settings(policies: Sequence[str]) -> dict:
+    """What the first run folder among `policies` was trained on (`map`, `is_slippery`, `observation`), else nothing."""
+    for name in policies:
+        path = Path(name) / RUN_FILE
+        if path.is_file():
+            return json.loads(path.read_text())
+    return {}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    (arguments,) = HfArgumentParser(EvaluationArguments).parse_args_into_dataclasses(argv)
+    set_seed(arguments.seed)
+    settings = run_settings(arguments.policies)
+    grid = read_grid(arguments.map) if arguments.map else tuple(settings.get("map", read_grid("4x4")))
+    is_slippery = settings.get("is_slippery", True) if arguments.is_slippery is None else arguments.is_slippery
+    tables: dict[str, list[np.ndarray]] = {}
+    validities: dict[str, float] = {}
+    for name in arguments.policies:
+        if is_baseline(name):
+            tables[name] = [baseline_table(name, grid, is_slippery, arguments.seed)]
+            continue
+        tokenizer = load_tokenizer(name)
+        reader = PolicyReader(
+            tokenizer,
+            is_slippery,
+            arguments.observation or settings.get("observation", "coordinates"),
+            arguments.max_completion_length,
+        )
+        model = load_model(name, dtype=arguments.dtype)
+        found, valid = model_policies(model, reader, [grid], name, arguments.samples_per_state)
+        tables.update(found)
+        validities.update(valid)
+    evaluated = evaluate_policies(
+        tables, [grid], is_slippery, validities=validities, horizon_steps=arguments.horizon_steps,
+        episodes=arguments.episodes, seed=arguments.seed,
+    )  # fmt: skip
+    print_table(evaluated, f"FrozenLake {'|'.join(grid)}, {'slippery' if is_slippery else 'not slippery'}")
+    if arguments.output_dir:
+        save_evaluation(evaluated, [grid], is_slippery, Path(arguments.output_dir))
+        print(f"saved {arguments.output_dir}/evaluation.json and policy.png")
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,1 @@
+"""How language models become policies: the library behind the scripts in the repository's root."""

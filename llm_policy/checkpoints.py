@@ -1,0 +1,44 @@
+"""Which checkpoints are whole, so that a kill in the middle of a write costs the steps since the last one and no more."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from llm_policy.errors import InputError
+
+COMPLETE_MARK = "COMPLETE"
+
+
+@contextmanager
+def written_whole(checkpoint: Path) -> Iterator[None]:
+    """Around the write of `checkpoint`: marks it complete at the end, removes it where the write fails.
+
+    `InputError` where the disk refuses (full, read-only, no permission); the checkpoints before it stay.
+    """
+    (checkpoint / COMPLETE_MARK).unlink(missing_ok=True)
+    try:
+        yield
+        (checkpoint / COMPLETE_MARK).touch()
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap a full disk in their own
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        kept = latest_checkpoint(checkpoint.parent)
+        survivor = f"{kept.name} survives" if kept else "there is no earlier one"
+        raise InputError(
+            f"{checkpoint}: could not be written ({error}); {survivor}. Free disk space, then --resume_from_checkpoint auto"
+        ) from error
+
+
+def latest_checkpoint(output_dir: Path) -> Path | None:
+    """The complete checkpoint with the most steps, or None."""
+    found = [path.parent for path in output_dir.glob(f"checkpoint-*/{COMPLETE_MARK}")]
+    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+
+
+def remove_incomplete(output_dir: Path) -> None:
+    """Delete what a kill left half written."""
+    for path in output_dir.glob("checkpoint-*"):
+        if not (path / COMPLETE_MARK).exists():
+            shutil.rmtree(path, ignore_errors=True)

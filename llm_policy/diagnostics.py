@@ -1,0 +1,183 @@
+"""What a training run says about itself: exact success while it learns, a verdict in words, a log that can be resumed."""
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback
+
+from llm_policy.frozen_lake import ACTIONS, Grid, acting_states, default_horizon, lake_mdp
+from llm_policy.mdp import optimal_actions, optimal_q
+from llm_policy.plots import policy_figure
+from llm_policy.policy_table import AGREEMENT_GAMMA, PolicyReader, PolicyScore, score_policy
+
+STOP_CONDITIONS = ("optimal", "collapsed", "never")
+COLLAPSE_STEPS = 5  # so many steps in a row without a single group that has variance
+
+
+def mutual_information(policies_SA: Sequence[np.ndarray], grids: Sequence[Grid]) -> float:
+    """I(state; action) in nats over uniformly drawn acting states: 0 for a state-blind policy, at most ln 4."""
+    rows_NA = np.concatenate([p[acting_states(g)] for p, g in zip(policies_SA, grids, strict=True)])
+
+    def entropy(p: np.ndarray) -> np.ndarray:
+        return -(p * np.log(np.where(p > 0, p, 1.0))).sum(-1)
+
+    return max(0.0, float(entropy(rows_NA.mean(0)) - entropy(rows_NA).mean()))
+
+
+def policy_verdict(policies_SA: Sequence[np.ndarray], grids: Sequence[Grid], scores: Sequence[PolicyScore]) -> str:
+    """One line about greedy policies: state-blind, learned, or how far it came."""
+    rows_NA = np.concatenate([p[acting_states(g)] for p, g in zip(policies_SA, grids, strict=True)])
+    right, states = sum(s.optimal_states for s in scores), sum(s.acting_states for s in scores)
+    percent = float(np.mean([s.percent_of_optimal for s in scores]))
+    summary = f"{right}/{states} states, {percent:.0f} % of optimal"
+    if len(set(rows_NA.argmax(1).tolist())) == 1 and states > 1:
+        return f"state-blind: always {ACTIONS[int(rows_NA[0].argmax())]} ({summary})"
+    if percent >= 99.95:
+        return f"learned: {summary}"
+    return f"partly learned: {summary}"
+
+
+class PolicyDiagnostics(TrainerCallback):
+    """Judges the greedy policy exactly every `evaluate_steps` steps and stops the run when told to.
+
+    Adds to the step's metrics: `policy/success_probability`, `policy/success_at_horizon`,
+    `policy/percent_of_optimal`, `policy/optimal_states`, `policy/format_validity`, `policy/mutual_information` and
+    `time/evaluation_share`; to TensorBoard a picture of the policy.
+    """
+
+    def __init__(
+        self,
+        trainer,
+        reader: PolicyReader,
+        grids: Sequence[Grid],
+        evaluate_steps: int,
+        stop_when: str,
+        reward_lines: dict[str, float],
+    ) -> None:
+        self.trainer = trainer
+        self.reader = reader
+        self.grids = list(grids)
+        self.evaluate_steps = evaluate_steps
+        self.stop_when = stop_when
+        self.reward_lines = reward_lines
+        self.unanimous_since: int | None = None
+        self.evaluation_seconds = 0.0
+        self.verdict = "not judged"
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.started = time.perf_counter()
+        writer = self._tensorboard_writer()
+        if writer is not None:
+            lines = ["train/reward", *(f"train/{name}" for name in self.reward_lines)]
+            writer.add_custom_scalars({"reward": {"beside what a state-blind policy earns": ["Multiline", lines]}})
+
+    def on_step_end(self, args, state, control, **kwargs):
+        metrics = self.trainer._metrics["train"]
+        for name, value in self.reward_lines.items():
+            metrics[name].append(value)
+        unanimous = metrics["frac_reward_zero_std"]
+        if unanimous and unanimous[-1] < 1.0:
+            self.unanimous_since = None
+        elif self.unanimous_since is None:
+            self.unanimous_since = state.global_step
+        collapsed = self.unanimous_since is not None and state.global_step - self.unanimous_since >= COLLAPSE_STEPS
+        due = self.evaluate_steps and state.global_step % self.evaluate_steps == 0
+        if due or state.global_step == state.max_steps:
+            scores = self.evaluate(state.global_step)
+            if self.stop_when == "optimal" and min(s.percent_of_optimal for s in scores) >= 99.95:
+                control.should_training_stop = True
+        if self.stop_when == "collapsed" and collapsed:
+            control.should_training_stop = True
+
+    def evaluate(self, step: int) -> list[PolicyScore]:
+        """Judge the greedy policy now, add the figures to the step's metrics and the picture to TensorBoard."""
+        started = time.perf_counter()
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        with self.trainer.accelerator.autocast():
+            policies = self.reader.policies(model, self.grids)
+        scores = [
+            score_policy(grid, self.reader.is_slippery, table, default_horizon(grid), policies.format_validity)
+            for grid, table in zip(self.grids, policies.tables, strict=True)
+        ]
+        self.verdict = policy_verdict(policies.tables, self.grids, scores)
+        self.evaluation_seconds += time.perf_counter() - started
+        values = {
+            "policy/success_probability": np.mean([s.success_probability for s in scores]),
+            "policy/success_at_horizon": np.mean([s.success_at_horizon for s in scores]),
+            "policy/percent_of_optimal": np.mean([s.percent_of_optimal for s in scores]),
+            "policy/optimal_states": sum(s.optimal_states for s in scores),
+            "policy/format_validity": policies.format_validity,
+            "policy/mutual_information": mutual_information(policies.tables, self.grids),
+            "time/evaluation_share": self.evaluation_seconds / (time.perf_counter() - self.started),
+        }
+        for name, value in values.items():
+            self.trainer._metrics["train"][name].append(float(value))
+        writer = self._tensorboard_writer()
+        if writer is not None:
+            mdp = lake_mdp(self.grids[0], self.reader.is_slippery)
+            optimal_SA = optimal_actions(optimal_q(mdp, AGREEMENT_GAMMA))
+            figure = policy_figure(self.grids[0], {f"step {step}: {self.verdict}": policies.tables[0]}, optimal_SA)
+            writer.add_figure("policy", figure, step)
+        return scores
+
+    def full_verdict(self) -> str:
+        """The verdict of the last evaluation and, where it holds, since when no group has had any variance."""
+        if self.unanimous_since is None:
+            return self.verdict
+        return f"{self.verdict}; collapsed: 100 % unanimous groups since step {self.unanimous_since}"
+
+    def _tensorboard_writer(self):
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, TensorBoardCallback):
+                return callback.tb_writer
+        return None
+
+
+class MetricsFile(TrainerCallback):
+    """`metrics.jsonl`: one line a logged step, cut back to the checkpoint on resume; one short line on the terminal."""
+
+    SHOWN = {
+        "reward": "reward",
+        "policy/success_probability": "success",
+        "policy/optimal_states": "optimal states",
+        "frac_reward_zero_std": "unanimous",
+        "action/entropy": "action entropy",
+        "completions/mean_length": "tokens",
+    }
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.seconds_before = 0.0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.started, self.first_step = time.perf_counter(), state.global_step
+        kept = []
+        if self.path.exists():
+            kept = [line for line in self.path.read_text().splitlines() if self._step(line) <= state.global_step]
+        if kept:
+            self.seconds_before = json.loads(kept[-1])["seconds"]
+        self.path.write_text("".join(f"{line}\n" for line in kept))
+
+    @staticmethod
+    def _step(line: str) -> float:
+        try:
+            return json.loads(line)["step"]
+        except json.JSONDecodeError:  # cut off by a kill
+            return float("inf")
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero or not logs or "train_runtime" in logs:
+            return
+        seconds = time.perf_counter() - self.started
+        record = {"step": state.global_step, "seconds": round(self.seconds_before + seconds, 1), **logs}
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        done = state.global_step - self.first_step
+        left = seconds / max(done, 1) * (state.max_steps - state.global_step) / 60
+        shown = [f"{label} {logs[key]:.3g}" for key, label in self.SHOWN.items() if logs.get(key) is not None]
+        width = len(str(state.max_steps))
+        print(f"step {state.global_step:{width}}/{state.max_steps}  {'  '.join(shown)}  {left:.1f} min left", flush=True)

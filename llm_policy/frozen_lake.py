@@ -1,0 +1,195 @@
+"""FrozenLake maps: the canonical ones, random ones, files; states as text and back; many lakes as one stacked MDP.
+
+A grid is a tuple of row strings over S (start), F (frozen), H (hole) and G (goal). A state is row * columns + column.
+"""
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from gymnasium.envs.toy_text.frozen_lake import MAPS, generate_random_map
+
+from llm_policy.errors import InputError
+from llm_policy.mdp import MDP
+
+ACTIONS = ("LEFT", "DOWN", "RIGHT", "UP")
+MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))  # (row, column) steps in the order of ACTIONS
+CANONICAL_GRIDS = {name: tuple(rows) for name, rows in MAPS.items()}
+Grid = tuple[str, ...]
+
+AGENT = "A"
+ANSI_AGENT = re.compile(r"\x1b\[41m(.)\x1b\[0m")
+ANSI_HEADER = re.compile(r"\A\s*\((?:Left|Down|Right|Up)\)\s*[\n|]", re.IGNORECASE)
+
+
+def check_grid(grid: Sequence[str], where: str = "map") -> Grid:
+    """The grid as a tuple of rows.
+
+    InputError, beginning with `where`: fewer than 2 cells, ragged rows, an unknown letter, no start, no goal.
+    """
+    rows = tuple(grid)
+    if not rows or sum(map(len, rows)) < 2:
+        raise InputError(f"{where}: {'|'.join(rows)!r} is too small, expected at least 2 cells")
+    for number, row in enumerate(rows, start=1):
+        if len(row) != len(rows[0]):
+            raise InputError(f"{where}: row {number} {row!r} has {len(row)} cells, expected {len(rows[0])} as in row 1")
+        unknown = set(row) - set("SFHG")
+        if unknown:
+            letter = min(unknown)
+            raise InputError(
+                f"{where}: row {number}, column {row.index(letter) + 1} has the unknown letter {letter!r}, "
+                "expected S, F, H or G"
+            )
+    for letter, name in (("S", "start"), ("G", "goal")):
+        if not any(letter in row for row in rows):
+            raise InputError(f"{where}: {'|'.join(rows)!r} has no {name}, expected at least one {letter}")
+    return rows
+
+
+def read_grid(name_or_path: str | Path) -> Grid:
+    """A canonical grid by its name ("4x4", "8x8"), or a text file with one row a line."""
+    if str(name_or_path) in CANONICAL_GRIDS:
+        return CANONICAL_GRIDS[str(name_or_path)]
+    try:
+        text = Path(name_or_path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        names = ", ".join(CANONICAL_GRIDS)
+        raise InputError(f"map {name_or_path}: no such file, expected {names} or the path of a text file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"map {name_or_path}: cannot be read as UTF-8 text ({error})") from None
+    return check_grid([row.strip() for row in text.strip().splitlines()], where=f"map {name_or_path}")
+
+
+def random_grids(count: int, size: int = 4, seed: int = 0, frozen_probability: float = 0.8) -> list[Grid]:
+    """`count` distinct solvable square grids by Gymnasium's generator, in the order of its seeds seed*2^32, +1, ...
+
+    Equal arguments give equal grids; a larger count begins with those of a smaller one. Being distinct, they can be
+    split into training and test maps. InputError if there are hardly so many distinct maps of this size.
+    """
+    if count < 0 or size < 2 or not 0 < frozen_probability <= 1 or seed < 0:
+        raise InputError(
+            f"random maps: count {count}, size {size}, seed {seed}, frozen_probability {frozen_probability}; "
+            "expected count >= 0, size >= 2, seed >= 0 and 0 < frozen_probability <= 1"
+        )
+    grids: dict[Grid, None] = {}
+    first_seed = seed << 32
+    draws = 0
+    # A map met long after the last new one says that the rest is too rare to wait for.
+    last_new_draw = 0
+    while len(grids) < count:
+        grid = tuple(generate_random_map(size, frozen_probability, first_seed + draws))
+        draws += 1
+        if grid not in grids:
+            grids[grid] = None
+            last_new_draw = draws
+        elif draws - last_new_draw > 1000:
+            raise InputError(
+                f"random maps: only {len(grids)} distinct {size}x{size} maps found at frozen_probability "
+                f"{frozen_probability}, {count} wanted; ask for fewer or larger ones"
+            )
+    return list(grids)
+
+
+def state_text(grid: Grid, state: int) -> str:
+    """The grid with the agent's cell as A, rows joined by "|": "AFFF|FHFH|FFFH|HFFG" is state 0 of the 4x4 map."""
+    row, column = divmod(state, len(grid[0]))
+    rows = list(grid)
+    rows[row] = rows[row][:column] + AGENT + rows[row][column + 1 :]
+    return "|".join(rows)
+
+
+def parse_state_text(text: str) -> tuple[Grid, int]:
+    """The inverse of `state_text`: (grid, state). Rows may also be lines, and Gymnasium's ANSI rendering is understood.
+
+    The letter under an A is taken to be S if the grid has no other S, else F; ANSI text keeps it.
+    InputError, one line, if the text is no grid with one agent.
+    """
+    rows = [row.strip() for row in re.split(r"[|\n]", ANSI_HEADER.sub("", text.replace("\r", "")).strip("|\n "))]
+    plain = "|".join(rows)
+    shown = repr(text if len(text) <= 100 else text[:97] + "...")
+    agents = len(ANSI_AGENT.findall(plain)) + ANSI_AGENT.sub("", plain).count(AGENT)
+    if agents != 1:
+        raise InputError(f"{shown} shows {agents or 'no'} agents, expected one cell with the letter A")
+    ansi = ANSI_AGENT.search(plain)
+    if ansi:
+        under, plain = ansi.group(1), ANSI_AGENT.sub(AGENT, plain)
+    else:
+        under = "F" if "S" in plain else "S"
+    state = plain.replace("|", "").index(AGENT)
+    return check_grid(plain.replace(AGENT, under).split("|"), where=shown), state
+
+
+def default_horizon(grid: Grid) -> int:
+    """Gymnasium's step limits, 100 on 4x4 and 200 on 8x8, in proportion for other sizes."""
+    return 25 * max(len(grid), len(grid[0]))
+
+
+def acting_states(grid: Grid) -> list[int]:
+    """The states in which an action is chosen: neither hole nor goal."""
+    return [state for state, letter in enumerate("".join(grid)) if letter in "SF"]
+
+
+def lake_mdp(grids: Grid | Sequence[Grid], is_slippery: bool = True) -> MDP:
+    """The MDP of one grid, or of a list of equally sized grids stacked along axis M. Equal to Gymnasium's `P`.
+
+    Slippery: the intended direction and the two beside it, 1/3 each (K=3, in the order a-1, a, a+1); else K=1.
+    Reward 1 for entering the goal; holes and the goal end the episode.
+    """
+    single = isinstance(grids[0], str)
+    stack: list = [grids] if single else list(grids)
+    sizes = {(len(grid), len(grid[0])) for grid in stack}
+    if len(sizes) != 1:
+        raise InputError(f"maps: {len(sizes)} different sizes in one stack, expected maps of one size")
+    (rows, columns) = sizes.pop()
+    cells_MS = np.array([list("".join(grid)) for grid in stack])
+    maps, states = cells_MS.shape
+    terminal_MS = (cells_MS == "H") | (cells_MS == "G")
+
+    row_S, column_S = np.divmod(np.arange(states), columns)
+    neighbours_SA = np.stack(
+        [(row_S + down).clip(0, rows - 1) * columns + (column_S + right).clip(0, columns - 1) for down, right in MOVES],
+        axis=1,
+    )
+    turns_K = np.array([-1, 0, 1]) if is_slippery else np.array([0])
+    next_states_SAK = neighbours_SA[:, (np.arange(len(ACTIONS))[:, None] + turns_K) % len(ACTIONS)]
+    next_states_MSAK = np.where(
+        terminal_MS[:, :, None, None],
+        np.arange(states)[:, None, None],
+        np.broadcast_to(next_states_SAK, (maps, *next_states_SAK.shape)),
+    )
+    # Gymnasium computes the side steps as (1 - 1/3) / 2: the same last bit here makes the comparison exact.
+    chance_K = np.array([(1 - 1 / 3) / 2, 1 / 3, (1 - 1 / 3) / 2]) if is_slippery else np.array([1.0])
+    acting_MS11 = ~terminal_MS[:, :, None, None]
+    goes_on_MSAK = acting_MS11 & ~terminal_MS[:, next_states_SAK]
+    wins_MSAK = acting_MS11 & (cells_MS == "G")[:, next_states_SAK]
+    start_MS = (cells_MS == "S").astype(np.float64)
+    arrays = (
+        next_states_MSAK,
+        goes_on_MSAK * chance_K,
+        (wins_MSAK * chance_K).sum(axis=-1),
+        start_MS / start_MS.sum(axis=1, keepdims=True),
+        terminal_MS,
+    )
+    return MDP(*(array[0] for array in arrays)) if single else MDP(*arrays)
+
+
+def shortest_path_policy(grid: Grid) -> np.ndarray:
+    """One-hot policy (S, A) of the shortest path to a goal around the holes, as if the ice were not slippery.
+
+    Ties go to the first action in the order of ACTIONS; cells without a path (and holes, goals) take LEFT.
+    """
+    lake = lake_mdp(grid, is_slippery=False)
+    next_states_SA = lake.next_states_SAK[:, :, 0]
+    cells = "".join(grid)
+    distance_S = np.full(len(cells), np.inf)
+    queue = deque(state for state, letter in enumerate(cells) if letter == "G")
+    distance_S[list(queue)] = 0
+    while queue:
+        state = queue.popleft()
+        for previous in np.nonzero((next_states_SA == state).any(axis=1))[0]:
+            if cells[previous] != "H" and np.isinf(distance_S[previous]):
+                distance_S[previous] = distance_S[state] + 1
+                queue.append(int(previous))
+    return np.eye(len(ACTIONS))[distance_S[next_states_SA].argmin(axis=1)]

@@ -1,0 +1,345 @@
+"""The GRPO trainer of this project: each prompt computed once per group, exact expected advantage at the answer."""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from peft.tuners.lora import LoraLayer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import RepeatSampler, split_tensor_dict
+
+from llm_policy.checkpoints import written_whole
+from llm_policy.completions import parse_completion
+from llm_policy.errors import InputError
+from llm_policy.packing import Branch, pack_groups, packed_log_probabilities
+from llm_policy.sampling import sample_completions
+
+OBJECTIVES = ("expected", "grpo")
+# Mean |difference| of log-probabilities, packed against stock, that rounding explains; a wrong mask gives over 0.3.
+PACKED_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+
+
+class PolicyTrainer(GRPOTrainer):
+    """GRPO (Shao et al. 2024, arXiv 2402.03300) through TRL, for prompts whose legal actions all have known rewards.
+
+    Departures from TRL's trainer:
+
+    1. Sampling: the prompt is prefilled once per group and the adapter is merged into a copy of the weights, so that
+       decoding runs plain matrices (`merged_sampling`). With vLLM or continuous batching TRL's own path is used.
+    2. Training pass: a prompt and its group share one packed row (llm_policy/packing.py); completions whose
+       advantage is zero skip the pass where nothing else in the loss needs them. Equal to stock up to rounding;
+       `packed=False` takes TRL's pass.
+    3. Groups stay together in a micro-batch (TRL shuffles single completions), which packing needs.
+    4. `objective="expected"`: at the first token of the action in each readable completion, the sampled term is
+       replaced by the expectation over the legal actions A of the state,
+
+           - sum_a pi(a) r(s, a) - action_entropy_coef * H(pi),     pi = p(a | prompt, thought) / sum_A p,
+
+       with r the combined reward of a well-formed completion that answers a, and p the model's own probability of
+       the action's string. Its gradient is the mean of the gradients that sampling the answer again and again from
+       pi would give GRPO without reward scaling; hence no sampling noise at the decision and no group without a
+       gradient. All other tokens keep the group advantage. Needs the reward of every action (`action_rewards`).
+    5. The order of the rows depends on seed and epoch alone, so that a resumed run sees what it would have seen.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        reward_funcs: list,
+        args: GRPOConfig,
+        *,
+        objective: str = "grpo",
+        packed: bool = True,
+        merged_sampling: bool = True,
+        action_names: Sequence[str] = (),
+        action_rewards: Callable[[list[dict]], "torch.Tensor"] | None = None,
+        action_entropy_coef: float = 0.0,
+        **kwargs,
+    ) -> None:
+        """See `GRPOTrainer` for the rest.
+
+        Args:
+            action_names: what may stand in the answer, in the order of `action_rewards`' columns.
+            action_rewards: dataset rows -> (rows, actions) tensor: reward of a well-formed completion per action.
+            action_entropy_coef: weight of the entropy (nats) of pi in the expected objective.
+        """
+        if objective not in OBJECTIVES:
+            raise InputError(f"--objective {objective!r}: expected one of {', '.join(OBJECTIVES)}")
+        if objective == "expected" and (action_rewards is None or not packed):
+            raise InputError("--objective expected needs the reward of every action and --packed true")
+        super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
+        self.objective = objective
+        self.packed = packed
+        self.action_rewards = action_rewards
+        self.action_entropy_coef = action_entropy_coef
+        self.action_token_ids = action_token_ids(self._tokenizer, action_names) if objective == "expected" else []
+        self._merged = merged_sampling and MergedCopy.is_possible(self.model)
+        self._merged_copy: MergedCopy | None = None
+        self._skipped_B: torch.Tensor | None = None  # completions without advantage, set around a training pass
+        self._branches: list[Branch] = []  # what else the next packed pass scores, and what it found
+        self._branch_log_probabilities: list[torch.Tensor] = []
+
+    # Data order ------------------------------------------------------------------------------------------------
+
+    def _get_train_sampler(self, dataset=None):
+        return EpochRepeatSampler(
+            epoch=lambda: int(self.state.epoch or 0),
+            data_source=self.train_dataset if dataset is None else dataset,
+            mini_repeat_count=self.num_generations,
+            batch_size=self.args.generation_batch_size // self.num_generations,
+            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            shuffle=self.shuffle_dataset,
+            seed=self.args.seed,
+        )
+
+    def _prepare_inputs(self, generation_batch):
+        """TRL's buffering of one generation batch over several passes, less the shuffle that scatters groups."""
+        if not self.packed or not self.model.training:
+            return super()._prepare_inputs(generation_batch)
+        steps = self.args.steps_per_generation
+        if self._step % (steps * self.num_iterations) == 0 or self._buffered_inputs is None:
+            self._buffered_inputs = split_tensor_dict(self._generate_and_score_completions(generation_batch), steps)
+        return self._buffered_inputs[self._step % steps]
+
+    # Sampling --------------------------------------------------------------------------------------------------
+
+    def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, **kwargs):
+        own_path = self.packed and not (self.use_vllm or self.use_transformers_continuous_batching or images)
+        if not own_path:
+            return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **kwargs)
+        unique = prompt_ids[::num_generations]  # the sampler repeats each row num_generations times in a run
+        if [p for p in unique for _ in range(num_generations)] != list(prompt_ids):
+            unique, num_generations = prompt_ids, 1  # groups split over processes
+        model = self.accelerator.unwrap_model(self.model)
+        if self._merged:
+            self._merged_copy = self._merged_copy or MergedCopy(model)
+            model = self._merged_copy.refreshed()
+        with self.accelerator.autocast():
+            return sample_completions(model, unique, self.generation_config, num_generations), None
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        if self.objective == "expected":
+            output["action_rewards"] = torch.as_tensor(
+                self.action_rewards(inputs), dtype=torch.float32, device=output["advantages"].device
+            )
+        return output
+
+    # Training pass ---------------------------------------------------------------------------------------------
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
+    ):
+        """TRL's per-token log-probabilities and entropies, (B, T) each, from one packed row per distinct prompt."""
+        if not self.packed or any(value is not None and value is not False for value in kwargs.values()):
+            return super()._get_per_token_logps_and_entropies(
+                model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
+            )
+        lengths_B = attention_mask[:, -logits_to_keep:].sum(1).tolist()
+        skipped_B = [False] * len(lengths_B) if self._skipped_B is None else self._skipped_B.tolist()
+        scored = [i for i, length in enumerate(lengths_B) if length > 0 and not skipped_B[i]]
+        log_probabilities_BT = torch.zeros(input_ids[:, -logits_to_keep:].shape, device=input_ids.device)
+        entropies_BT = torch.zeros_like(log_probabilities_BT)
+        if not scored:  # nothing to learn from: a differentiable zero, and an entropy that the log leaves out
+            zero = sum(p.sum() * 0.0 for p in model.parameters() if p.requires_grad)
+            return log_probabilities_BT + zero, torch.full_like(entropies_BT, torch.nan), None
+
+        prompt_ids, prompt_mask = input_ids[:, :-logits_to_keep], attention_mask[:, :-logits_to_keep].bool()
+        row_of = {index: row for row, index in enumerate(scored)}
+        packed = pack_groups(
+            [prompt_ids[i][prompt_mask[i]].tolist() for i in scored],
+            [input_ids[i, prompt_ids.size(1) :][: lengths_B[i]].tolist() for i in scored],
+            [Branch(row_of[b.completion], b.start, b.token_ids) for b in self._branches],
+            self._tokenizer.pad_token_id,
+            input_ids.device,
+        )
+        plain_model = self.accelerator.unwrap_model(model)
+        plain_model = plain_model.get_base_model() if hasattr(plain_model, "get_base_model") else plain_model
+        with self.accelerator.autocast():
+            log_probabilities_N, entropies_N = packed_log_probabilities(model, plain_model, packed)
+        completions, self._branch_log_probabilities = packed.split(log_probabilities_N.float())
+        entropies, _ = packed.split(entropies_N.float())
+
+        def into_rows(values: list[torch.Tensor], fill: torch.Tensor) -> torch.Tensor:
+            by_index = dict(zip(scored, values, strict=True))
+            empty = values[0].new_zeros(0)
+            rows = [by_index.get(i, empty) for i in range(len(lengths_B))]
+            padded = [torch.cat([v, fill.expand(logits_to_keep - len(v))]) for v in rows]
+            return torch.stack(padded)
+
+        log_probabilities_BT = into_rows(completions, log_probabilities_BT.new_zeros(1))
+        # Completions that skip the pass are given the mean entropy of the others: the metric stays their mean.
+        entropies_BT = into_rows(entropies, torch.cat(entropies).detach().mean().reshape(1)) if compute_entropy else None
+        return log_probabilities_BT, entropies_BT, None
+
+    def _compute_loss(self, model, inputs):
+        if not self.packed:
+            return super()._compute_loss(model, inputs)
+        answers: list[tuple[int, int]] = []
+        if self.objective == "expected":
+            answers = self._answer_positions(inputs["completion_ids"], inputs["completion_mask"])
+            inputs = {**inputs, "advantages": self._advantages_without_answers(inputs, answers)}
+        only_advantages = self.beta == 0.0 and not self._entropy_bonus_enabled and not answers
+        self._skipped_B = inputs["advantages"].reshape(len(inputs["advantages"]), -1).eq(0).all(1)
+        if not only_advantages or not model.training:
+            self._skipped_B = None
+        elif "old_per_token_logps" in inputs:  # skipped completions have log-probability 0 on both sides: ratio 1
+            old = inputs["old_per_token_logps"].masked_fill(self._skipped_B.unsqueeze(1), 0.0)
+            inputs = {**inputs, "old_per_token_logps": old}
+        self._branches = [Branch(i, start, tokens) for i, start in answers for tokens in self.action_token_ids]
+        try:
+            loss = super()._compute_loss(model, inputs)
+            if answers:
+                loss = loss + self._expected_loss(inputs, answers)
+        finally:
+            self._skipped_B, self._branches, self._branch_log_probabilities = None, [], []
+        return loss
+
+    def _answer_positions(self, completion_ids_BT, completion_mask_BT) -> list[tuple[int, int]]:
+        """(completion, index of the action's first token) for each completion that names one action."""
+        positions = []
+        for i, (ids, mask) in enumerate(zip(completion_ids_BT.tolist(), completion_mask_BT.tolist(), strict=True)):
+            start = find_answer(self._tokenizer, ids[: sum(mask)], self.action_token_ids)
+            if start is not None:
+                positions.append((i, start))
+        return positions
+
+    @staticmethod
+    def _advantages_without_answers(inputs, answers) -> torch.Tensor:
+        """Advantages as (B, T), zero at the action's first token: there the expected term takes over."""
+        advantages_BT = inputs["advantages"].unsqueeze(1).repeat(1, inputs["completion_ids"].size(1))
+        for completion, start in answers:
+            advantages_BT[completion, start] = 0.0
+        return advantages_BT
+
+    def _expected_loss(self, inputs, answers) -> torch.Tensor:
+        """- (sum_a pi(a) r(a) + entropy bonus), averaged over the completions of the batch."""
+        log_probabilities_NA = torch.stack([b.sum() for b in self._branch_log_probabilities]).view(len(answers), -1)
+        log_policy_NA = log_probabilities_NA.log_softmax(dim=1)
+        policy_NA = log_policy_NA.exp()
+        rewards_NA = inputs["action_rewards"][[i for i, _ in answers]]
+        expected_N = (policy_NA * rewards_NA).sum(1)
+        entropy_N = -(policy_NA * log_policy_NA).sum(1)
+        mode = "train" if self.model.training else "eval"
+        self._metrics[mode]["action/expected_reward"].append(expected_N.mean().item())
+        self._metrics[mode]["action/entropy"].append(entropy_N.mean().item())
+        accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1
+        total = expected_N.sum() + self.action_entropy_coef * entropy_N.sum()
+        return -total / len(inputs["completion_ids"]) / accumulation
+
+    # Checkpoints -----------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model, trial):
+        checkpoint = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with written_whole(checkpoint):
+            super()._save_checkpoint(model, trial)
+
+    # Checks ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def check_against_stock(self, prompt_ids: Sequence[int], completions: Sequence[Sequence[int]]) -> float:
+        """Score `completions` of one prompt packed and with TRL's pass; mean |difference|, or `InputError`."""
+        if not self.packed:
+            return 0.0
+        device = self.accelerator.device
+        length = max(map(len, completions))
+        ids = torch.tensor([[*prompt_ids, *c, *[0] * (length - len(c))] for c in completions], device=device)
+        mask = torch.tensor([[1] * (len(prompt_ids) + len(c)) + [0] * (length - len(c)) for c in completions])
+        mask = mask.to(device)
+        own, _, _ = self._get_per_token_logps_and_entropies(self.model, ids, mask, length)
+        stock, _, _ = super()._get_per_token_logps_and_entropies(self.model, ids, mask, length)
+        difference = ((own - stock).abs() * mask[:, -length:]).sum() / mask[:, -length:].sum()
+        tolerance = PACKED_TOLERANCE[self.model.dtype]
+        if not difference <= tolerance:
+            raise InputError(
+                f"{self.model.config.model_type}: packed log-probabilities differ from TRL's by {difference:.3g} "
+                f"(at most {tolerance} expected): this architecture needs --packed false"
+            )
+        return difference.item()
+
+
+class EpochRepeatSampler(RepeatSampler):
+    """TRL's sampler with an order drawn from seed and epoch: resuming in epoch k gives epoch k's order, not the first.
+
+    Fewer rows than a batch holds are repeated, where TRL would silently yield nothing.
+    """
+
+    def __init__(self, epoch: Callable[[], int], **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            self.generator.manual_seed((self.seed or 0) * 1_000_003 + self.epoch())
+        return super().__iter__()
+
+
+class MergedCopy:
+    """A copy of the base model whose weights are base + adapter, brought up to date before each sampling.
+
+    A copy, because merging and unmerging in place in bf16 would wear the base weights down.
+    """
+
+    @staticmethod
+    def is_possible(model) -> bool:
+        """Plain LoRA on unquantised linear layers; anything else is decoded through its adapter."""
+        layers = [m for m in model.modules() if isinstance(m, LoraLayer)]
+        plain = all(isinstance(m.get_base_layer(), torch.nn.Linear) and not any(m.use_dora.values()) for m in layers)
+        floating = all(m.get_base_layer().weight.is_floating_point() for m in layers)
+        return bool(layers) and plain and floating
+
+    def __init__(self, peft_model) -> None:
+        self._layers = {
+            name: module for name, module in peft_model.get_base_model().named_modules() if isinstance(module, LoraLayer)
+        }
+        self._copy = copy.deepcopy(peft_model).unload()
+        # TRL's fused head is an instance attribute that closes over the original model.
+        vars(self._copy).pop("forward", None)
+        self._copy.requires_grad_(False).eval()
+
+    @torch.no_grad()
+    def refreshed(self) -> PreTrainedModel:
+        """The copy with the adapter as it is now."""
+        for name, layer in self._layers.items():
+            delta = sum(layer.get_delta_weight(adapter) for adapter in layer.active_adapters)
+            self._copy.get_submodule(name).weight.copy_(layer.get_base_layer().weight + delta)
+        return self._copy
+
+
+def action_token_ids(tokenizer: PreTrainedTokenizerBase, names: Sequence[str]) -> list[tuple[int, ...]]:
+    """Token ids of each action's name as it stands between `<answer>` and `</answer>`, one or several a name."""
+    token_ids = []
+    for name in names:
+        text = f"<think>.</think><answer>{name}</answer>"
+        start = text.index(f"{name}</answer>")
+        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        inside = [
+            (token, span)
+            for token, span in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
+            if span[0] < start + len(name) and span[1] > start
+        ]
+        if not inside or inside[0][1][0] != start or inside[-1][1][1] != start + len(name):
+            raise InputError(
+                f"{tokenizer.name_or_path}: its tokens for {name!r} run over the answer tag: use --objective grpo"
+            )
+        token_ids.append(tuple(token for token, _ in inside))
+    return token_ids
+
+
+def find_answer(
+    tokenizer: PreTrainedTokenizerBase, completion_ids: list[int], action_ids: Sequence[tuple[int, ...]]
+) -> int | None:
+    """Index of the action's first token in a completion that names one action in its usual tokens, else None."""
+    action = parse_completion(tokenizer.decode(completion_ids, skip_special_tokens=True)).action
+    if action is None:
+        return None
+    wanted = action_ids[action]
+    for start in range(len(completion_ids) - len(wanted), 0, -1):
+        if tuple(completion_ids[start : start + len(wanted)]) != wanted:
+            continue
+        if tokenizer.decode(completion_ids[:start], skip_special_tokens=True).endswith("<answer>"):
+            return start
+    return None

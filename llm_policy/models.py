@@ -1,0 +1,244 @@
+"""A name on the command line -> model and tokenizer: hub id, local folder, adapter folder, GGUF file.
+
+LoRA settings: trl's own `get_peft_config(model_config)` does the whole job.
+"""
+
+import errno
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import torch
+from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from peft import PeftModel
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from llm_policy.errors import InputError
+
+ROOT = Path(__file__).resolve().parent.parent
+EMBEDDED_MODEL = ROOT / "data/models/SmolLM2-135M-Instruct"
+"""The model that needs no hub account; a path that ends like this one finds it from any working directory and clone."""
+
+HUB_TIMEOUT_SECONDS = 5
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+CAUSAL_ARCHITECTURES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+
+
+def load_tokenizer(name_or_path: str | Path, revision: str = "main") -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a hub id, a local folder (a model's or an adapter's) or a GGUF file.
+
+    It pads on the left, as generation needs, and its padding token is set: its own, or the end token for want of one.
+    Raises `InputError` as `load_model` does, and where there is no tokenizer.
+    """
+    place, options = locate(name_or_path, revision)
+    if is_adapter(place) and not (Path(place) / "tokenizer_config.json").is_file():
+        place, options = locate(base_of_adapter(place))
+    with input_errors(name_or_path, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(**options, padding_side="left")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if tokenizer.pad_token is None:
+        raise InputError(f"{name_or_path}: its tokenizer has neither a padding nor an end token; set eos_token there")
+    return tokenizer
+
+
+def load_model(
+    name_or_path: str | Path,
+    dtype: str = "bfloat16",
+    attn_implementation: str | None = None,
+    quantization_config: object | None = None,
+    device_map: str | dict | None = None,
+    revision: str = "main",
+    is_trainable: bool = False,
+) -> PreTrainedModel | PeftModel:
+    """Load a causal language model.
+
+    Args:
+        name_or_path: a hub id, a local folder, a GGUF file (unpacked to `dtype`: it then trains and saves like any
+            other), or a folder with a PEFT adapter (its base model is loaded, too, and the adapter put on top).
+        dtype: "auto" (as stored), "float32", "bfloat16" or "float16".
+        attn_implementation, quantization_config, device_map, revision: as in transformers' `from_pretrained`.
+        is_trainable: whether the weights of an adapter go on training; a model without one always can.
+
+    Raises `InputError` for a path that is not there, empty, damaged or no causal language model; a hub id that is
+    unknown, gated or out of reach; an adapter without its base; a package that an option needs.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is unknown, expected one of {', '.join(DTYPES)}")
+    place, options = locate(name_or_path, revision)
+    if is_adapter(place):
+        base = load_model(base_of_adapter(place), dtype, attn_implementation, quantization_config, device_map)
+        with input_errors(name_or_path, "adapter"):
+            return PeftModel.from_pretrained(base, place, is_trainable=is_trainable)
+    if "gguf_file" in options:
+        if quantization_config is not None:
+            raise InputError(f"{name_or_path}: a GGUF file is quantised already; leave out the quantisation options")
+        # Without `dequantize` the model counts as quantised, and then it can neither be trained nor saved.
+        quantization_config = GgufConfig(dequantize=True)
+    with input_errors(name_or_path, "model"):
+        if "gguf_file" not in options:
+            check_architecture(name_or_path, AutoConfig.from_pretrained(**options))
+        loaded: Any = AutoModelForCausalLM.from_pretrained(  # its annotation knows no `output_loading_info`
+            **options,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            quantization_config=quantization_config,
+            device_map=device_map,
+            output_loading_info=True,
+        )
+    model, report = loaded
+    # transformers fills missing weights with random numbers and only warns.
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise InputError(
+            f"{name_or_path}: {len(missing)} weights are missing ({missing[0]}, ...); fetch the model again"
+        )
+    if "gguf_file" in options:
+        model.name_or_path = model.config._name_or_path = str(place)  # peft and trl look here for an adapter's base
+    return model
+
+
+def locate(name_or_path: str | Path, revision: str = "main") -> tuple[str | Path, dict]:
+    """Find a model: its path or hub id, and the arguments by which transformers' `from_pretrained` finds it.
+
+    A hub id is asked for once, with a time limit that `from_pretrained` lacks; a hub out of reach leaves its cache.
+    Raises `InputError` for whatever is not there.
+    """
+    path = Path(name_or_path).expanduser()
+    if not path.exists() and path.parts[-3:] == EMBEDDED_MODEL.parts[-3:]:
+        path = EMBEDDED_MODEL
+        if not path.exists():
+            raise InputError(f"{path}: the embedded model is not there yet; run `python data/fetch_smollm2.py`")
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise InputError(f"{path}: no such GGUF file")
+        return path.resolve(), {"pretrained_model_name_or_path": path.resolve().parent, "gguf_file": path.name}
+    if path.exists():
+        if not path.is_dir():
+            raise InputError(f"{path}: is a file; expected a model's folder, a .gguf file or a hub id")
+        if not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+            found = "has no config.json or adapter_config.json" if any(path.iterdir()) else "is an empty folder"
+            raise InputError(f"{path}: {found}; expected a folder written by save_pretrained")
+        return path.resolve(), {"pretrained_model_name_or_path": path.resolve()}
+
+    name = str(name_or_path)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise InputError(f"{name}: no such folder")
+    with input_errors(name, "model"):
+        cache_only = not hub_answers(name, revision)
+        hf_hub_download(name, "config.json", revision=revision, local_files_only=cache_only)
+    return name, {"pretrained_model_name_or_path": name, "revision": revision, "local_files_only": cache_only}
+
+
+def hub_answers(name: str, revision: str = "main") -> bool:
+    """Ask the hub for a model, for seconds at most; False where it is out of reach or switched off (HF_HUB_OFFLINE).
+
+    Raises the hub's own `HfHubHTTPError` where it answers with a refusal: no such model, no such revision, bad token.
+    """
+    try:
+        HfApi().model_info(name, revision=revision, timeout=HUB_TIMEOUT_SECONDS)
+    except (httpx2.TransportError, OfflineModeIsEnabled):
+        return False
+    except HfHubHTTPError as error:
+        if error.response.status_code >= 500:
+            return False
+        raise
+    return True
+
+
+def is_adapter(place: str | Path) -> bool:
+    """Whether `place` is a folder with a PEFT adapter and not with a model of its own."""
+    return (Path(place) / "adapter_config.json").is_file() and not (Path(place) / "config.json").is_file()
+
+
+def base_of_adapter(folder: str | Path) -> str:
+    """The name of the model that an adapter belongs to. Raises `InputError` for an incomplete adapter or no base."""
+    folder = Path(folder)
+    if not any((folder / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
+        raise InputError(f"{folder}: adapter_config.json without adapter_model.safetensors; save the adapter again")
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{folder}/adapter_config.json: no base_model_name_or_path to be read ({error!r})") from error
+    try:
+        locate(str(base))
+    except InputError as error:
+        raise InputError(
+            f"{folder}: the adapter's base model is missing ({error}); "
+            "put it there, or correct base_model_name_or_path in adapter_config.json"
+        ) from error
+    return str(base)
+
+
+def check_architecture(name: str | Path, config: object) -> None:
+    """Raise `InputError` unless the model was stored as a causal language model.
+
+    transformers would load an encoder or a reward model as one, too, with an output layer of random numbers.
+    """
+    architectures = getattr(config, "architectures", None) or []
+    if architectures and not any(architecture.endswith(CAUSAL_ARCHITECTURES) for architecture in architectures):
+        raise InputError(f"{name}: is a {architectures[0]}, not a causal language model; take one that generates text")
+
+
+@contextmanager
+def input_errors(name: str | Path, what: str) -> Iterator[None]:
+    """Turn what the libraries raise for a user's mistake into one line with the remedy."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except GatedRepoError as error:  # before RepositoryNotFoundError, its parent
+        raise InputError(
+            f"{name}: is gated; accept the licence on the model's page, then set HF_TOKEN or run `hf auth login`"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise InputError(
+            f"{name}: neither a local folder nor a model on the hub; "
+            "check the spelling, and for a private model set HF_TOKEN or run `hf auth login`"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise InputError(f"{name}: the hub has no such revision of it; check --model_revision") from error
+    except (LocalEntryNotFoundError, httpx2.TransportError, OfflineModeIsEnabled) as error:
+        raise InputError(
+            f"{name}: no such local folder, and the hub is out of reach; "
+            "give a local path, or leave out the name to take the embedded model"
+        ) from error
+    except EntryNotFoundError as error:
+        raise InputError(f"{name}: has no config.json on the hub; take a model in transformers' format") from error
+    except HfHubHTTPError as error:
+        reason = f"status {error.response.status_code}, {error.server_message or first_line(error)}"
+        raise InputError(f"{name}: the hub refuses it ({reason}); check HF_TOKEN, or wait and try again") from error
+    except HFValidationError as error:
+        raise InputError(f"{name}: neither a local folder nor a hub id (`owner/model`)") from error
+    except ImportError as error:
+        raise InputError(f"{name}: {first_line(error)}") from error
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        if getattr(error, "errno", None) == errno.ENOSPC:
+            raise InputError(f"{name}: disk full while fetching; make room or set HF_HOME to another disk") from error
+        raise InputError(f"{name}: the {what} cannot be loaded: {first_line(error)}") from error
+
+
+def first_line(error: Exception) -> str:
+    """The first line of a library's message: the rest is advice for its developers."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,76 @@
+"""Sampling with each prompt computed once: prefill the unique prompts, fan the cache out to the group, decode.
+
+Everything after the prefill is `generate` of transformers, so that every sampling option keeps its meaning.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+TokenIds = Sequence[int]
+
+
+@torch.no_grad()
+def sample_completions(
+    model: PreTrainedModel,
+    prompts: Sequence[TokenIds],
+    generation_config: GenerationConfig,
+    completions_per_prompt: int = 1,
+    rows_per_batch: int = 256,
+) -> list[list[int]]:
+    """Sample (or decode greedily) `completions_per_prompt` continuations of every prompt.
+
+    Args:
+        prompts: token ids of P prompts, at least two tokens each.
+        generation_config: as for `model.generate`; needs pad and end tokens and `max_new_tokens`.
+        rows_per_batch: completions decoded at the same time, a bound on memory.
+
+    Returns:
+        P * completions_per_prompt lists of token ids, prompt by prompt, each up to and with its end token.
+    """
+    was_training = model.training
+    model.eval()
+    prompts_per_batch = max(1, rows_per_batch // completions_per_prompt)
+    completions: list[list[int]] = []
+    for first in range(0, len(prompts), prompts_per_batch):
+        batch = prompts[first : first + prompts_per_batch]
+        completions.extend(_sample_batch(model, batch, generation_config, completions_per_prompt))
+    model.train(was_training)
+    return completions
+
+
+def _sample_batch(
+    model: PreTrainedModel, prompts: Sequence[TokenIds], generation_config: GenerationConfig, group: int
+) -> list[list[int]]:
+    length = max(map(len, prompts))
+    pad = generation_config.pad_token_id
+    ids_PL = torch.tensor([[pad] * (length - len(p)) + list(p) for p in prompts], device=model.device)
+    mask_PL = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    positions_PL = (mask_PL.cumsum(1) - 1).clamp(min=0)
+
+    # The cache holds all but the last prompt token; generate computes that one per completion, as it must.
+    cache = DynamicCache(config=model.config.get_text_config())
+    model.base_model(
+        input_ids=ids_PL[:, :-1],
+        attention_mask=mask_PL[:, :-1],
+        position_ids=positions_PL[:, :-1],
+        past_key_values=cache,
+        use_cache=True,
+    )
+    cache.batch_repeat_interleave(group)
+    output = model.generate(
+        input_ids=ids_PL.repeat_interleave(group, 0),
+        attention_mask=mask_PL.repeat_interleave(group, 0),
+        past_key_values=cache,
+        generation_config=generation_config,
+    )
+    return [_up_to_end(row, generation_config.eos_token_id) for row in output[:, length:].tolist()]
+
+
+def _up_to_end(token_ids: list[int], end_token_ids: int | list[int]) -> list[int]:
+    ends = {end_token_ids} if isinstance(end_token_ids, int) else set(end_token_ids)
+    for i, token in enumerate(token_ids):
+        if token in ends:
+            return token_ids[: i + 1]
+    return token_ids

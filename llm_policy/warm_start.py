@@ -1,0 +1,96 @@
+"""Teaches the answer format and nothing else: supervised on well-formed replies whose actions are uniformly random.
+
+For every sampled state each of the four actions stands in the batch exactly once, so no label of the expert leaks: the
+best that the model can do is to answer in form and give all actions the same probability. GRPO then starts with readable
+answers and with variance in every group.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from peft import PeftModel
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+from trl.trainer.utils import add_fused_lm_head
+
+from llm_policy.completions import parse_completion
+from llm_policy.frozen_lake import ACTIONS, Grid
+from llm_policy.packing import pack_groups, packed_log_probabilities
+from llm_policy.policy_table import PolicyReader
+from prompts import format_example
+
+SAMPLED_PROMPTS = 32  # for the estimate of the format validity
+CHECK_EVERY_STEPS = 5
+
+
+def sampled_format_validity(model: PeftModel, reader: PolicyReader, cells: Sequence[tuple[Grid, int]]) -> float:
+    """Share of `SAMPLED_PROMPTS` or more sampled completions (temperature 1) that are in form and name an action."""
+    chosen = cells[:: max(1, len(cells) // SAMPLED_PROMPTS)][:SAMPLED_PROMPTS]
+    texts = reader.completions(model, [reader.prompt(*cell) for cell in chosen], -(-SAMPLED_PROMPTS // len(chosen)))
+    parsed = [parse_completion(text) for text in texts]
+    return sum(p.is_well_formed and p.action is not None for p in parsed) / len(parsed)
+
+
+def teach_format(
+    model: PeftModel,
+    tokenizer: PreTrainedTokenizerBase,
+    reader: PolicyReader,
+    cells: Sequence[tuple[Grid, int]],
+    *,
+    max_steps: int,
+    prompts_per_step: int,
+    learning_rate: float,
+    threshold: float,
+    seed: int,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> dict[str, float]:
+    """Fine-tune the adapter until `threshold` of sampled completions are in form, or for `max_steps`.
+
+    Args:
+        cells: (map, state) pairs to draw prompts from.
+        prompts_per_step: distinct prompts a step, each with all four actions.
+        should_stop: asked after every step; True leaves early (the caller then throws the adapter away).
+
+    Returns:
+        `steps`, `loss` (nats a token, last step) and `format_validity` (last sample).
+    """
+    base_model = model.get_base_model()
+    add_fused_lm_head(base_model, outputs=("log_probs", "entropy"))
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
+    generator = torch.Generator().manual_seed(seed)
+    end = [tokenizer.eos_token_id]
+    report = {"steps": 0, "loss": float("nan"), "format_validity": 0.0}
+    device = next(model.parameters()).device
+    model.train()
+    progress = tqdm(range(1, max_steps + 1), desc="warm start (format only)", unit="step")
+    try:
+        for step in progress:
+            order = torch.randperm(len(cells), generator=generator)[:prompts_per_step].tolist()
+            batch = [(*cells[i], action) for i in order for action in range(len(ACTIONS))]
+            packed = pack_groups(
+                [reader.prompt(grid, state) for grid, state, _ in batch],
+                [tokenizer.encode(format_example(*cell), add_special_tokens=False) + end for cell in batch],
+                pad_token_id=tokenizer.pad_token_id,
+                device=device,
+            )
+            with torch.autocast(device.type, torch.bfloat16, enabled=base_model.dtype == torch.bfloat16):
+                log_probabilities_N, _ = packed_log_probabilities(model, base_model, packed)
+            loss = -log_probabilities_N.float().mean()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            report.update(steps=step, loss=loss.item())
+            progress.set_postfix(loss=f"{loss.item():.3f}", in_form=f"{report['format_validity']:.0%}")
+            if should_stop():
+                break
+            if step % CHECK_EVERY_STEPS == 0 or step == max_steps:
+                report["format_validity"] = sampled_format_validity(model, reader, cells)
+                model.train()
+                if report["format_validity"] >= threshold:
+                    break
+    finally:
+        progress.close()
+        vars(base_model).pop("forward", None)  # the fused head closes over settings of this stage only
+    return report

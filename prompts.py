@@ -1,0 +1,111 @@
+"""State -> chat messages. Every word that the model is told stands in this file.
+
+The prompt names what the original left out: where the agent stands (rows and columns, not a colour code), how the ice
+behaves, what the letters mean and what an answer looks like.
+"""
+
+from transformers import PreTrainedTokenizerBase
+
+from llm_policy.errors import InputError
+from llm_policy.frozen_lake import ACTIONS, Grid
+
+Messages = list[dict[str, str]]
+
+SYSTEM_PROMPT = (
+    "Cross the frozen lake to the goal. S start, F ice, H hole, G goal, A you. {dynamics} "
+    "Reply <think>thought</think><answer>ACTION</answer>, ACTION is LEFT, DOWN, RIGHT or UP."
+)
+SLIPPERY = "Slippery: you move as chosen or to either side of it, each with probability 1/3."
+NOT_SLIPPERY = "Not slippery: you always move as chosen."
+
+# Warm start and nothing else: what a well-formed reply looks like. It repeats the observation and names no action.
+THOUGHT = "I am at row {row}, column {column}."
+
+OBSERVATIONS = ("grid", "coordinates", "neighbours")
+_LETTER_NAMES = {"S": "ice", "F": "ice", "H": "hole", "G": "goal"}
+
+
+def observation_text(grid: Grid, state: int, observation: str = "coordinates") -> str:
+    """What the agent sees of `grid` standing on cell `state` (row-major index).
+
+    Args:
+        observation: `grid` shows the map with the agent as A; `coordinates` puts row and column (from 0) above it;
+            `neighbours` adds what lies one step away in each direction.
+    """
+    if observation not in OBSERVATIONS:
+        raise InputError(f"--observation {observation!r}: expected one of {', '.join(OBSERVATIONS)}")
+    row, column = divmod(state, len(grid[0]))
+    lines = [line[:column] + "A" + line[column + 1 :] if r == row else line for r, line in enumerate(grid)]
+    if observation != "grid":
+        lines.insert(0, f"You are at row {row}, column {column}.")
+    if observation == "neighbours":
+        lines.append(", ".join(f"{name}: {_neighbour(grid, row, column, a)}" for a, name in enumerate(ACTIONS)) + ".")
+    return "\n".join(lines)
+
+
+def _neighbour(grid: Grid, row: int, column: int, action: int) -> str:
+    row_step, column_step = ((0, -1), (1, 0), (0, 1), (-1, 0))[action]
+    row, column = row + row_step, column + column_step
+    inside = 0 <= row < len(grid) and 0 <= column < len(grid[0])
+    return _LETTER_NAMES[grid[row][column]] if inside else "edge"
+
+
+def policy_messages(grid: Grid, state: int, is_slippery: bool, observation: str = "coordinates") -> Messages:
+    """The prompt of one state: a system turn (task, dynamics, answer form) and a user turn (the observation)."""
+    system = SYSTEM_PROMPT.format(dynamics=SLIPPERY if is_slippery else NOT_SLIPPERY)
+    user = observation_text(grid, state, observation)
+    return [{"role": "system", "content": system}, {"role": "user", "content": user}]
+
+
+def format_example(grid: Grid, state: int, action: int) -> str:
+    """A well-formed reply for the warm start, whatever `action` is: it says where we are and takes it."""
+    row, column = divmod(state, len(grid[0]))
+    return f"<think>{THOUGHT.format(row=row, column=column)}</think><answer>{ACTIONS[action]}</answer>"
+
+
+def accepts_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template takes a system turn. Gemma's refuses it by raising inside the template."""
+    if tokenizer.chat_template is None:
+        raise InputError(
+            f"{tokenizer.name_or_path}: its tokenizer has no chat template; "
+            "take an instruction-tuned model (a name that ends in -it, -Instruct or -chat)"
+        )
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    try:
+        tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception as error:  # jinja2 raises TemplateError here, and templates may raise others: all mean "no"
+        if "system" not in str(error).lower() and "roles must alternate" not in str(error).lower():
+            raise
+        return False
+    return True
+
+
+def fit_to_template(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> Messages:
+    """`messages` as the chat template takes them: where it refuses a system turn, its text opens the user's turn."""
+    if messages[0]["role"] != "system" or accepts_system_role(tokenizer):
+        return messages
+    system, user, *rest = messages
+    return [{"role": "user", "content": f"{system['content']}\n\n{user['content']}"}, *rest]
+
+
+def prompt_token_ids(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a prompt through the chat template, up to where the model's reply begins; BOS exactly once.
+
+    The same call as TRL makes for conversational prompts, so that warm start, evaluation and training agree.
+    """
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
+        "input_ids"
+    ]
+
+
+def check_prompt(
+    token_ids: list[int], tokenizer: PreTrainedTokenizerBase, context_tokens: int, max_completion_tokens: int
+) -> None:
+    """Raise `InputError` for a prompt that the model would see cut, or with a BOS token too many."""
+    if len(token_ids) + max_completion_tokens > context_tokens:
+        raise InputError(
+            f"prompt of {len(token_ids)} tokens + --max_completion_length {max_completion_tokens} exceed the model's "
+            f"context of {context_tokens} tokens: use a smaller map, a shorter completion or another model"
+        )
+    if tokenizer.bos_token_id is not None and token_ids[:2] == [tokenizer.bos_token_id] * 2:
+        raise InputError(f"{tokenizer.name_or_path}: the chat template writes {tokenizer.bos_token!r} (BOS) twice")

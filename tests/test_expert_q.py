@@ -1,0 +1,282 @@
+"""The expert's CSV: made bit for bit, read in every form, and refused with one line where it is wrong."""
+
+import csv
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import gymnasium as gym
+import numpy as np
+import pytest
+
+from llm_policy.errors import InputError
+from llm_policy.expert_q import COLUMNS, default_horizon, learn_q, main, read_expert_csv
+from llm_policy.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states, lake_mdp, state_text
+from llm_policy.mdp import greedy_policy, optimal_q, policy_return
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMITTED = ROOT / "expert_demos_batched_avg_q.csv"
+GRID = CANONICAL_GRIDS["4x4"]
+ACTING = acting_states(GRID)
+HEADER = "state_str,action,q_value_left,q_value_down,q_value_right,q_value_up"
+GOOD_ROW = "AFFF|FHFH|FFFH|HFFG,0,0.4,0.3,0.2,0.1"
+
+
+def write(tmp_path: Path, *lines: str) -> Path:
+    path = tmp_path / "expert.csv"
+    path.write_bytes("\n".join(lines).encode())
+    return path
+
+
+def test_committed_file_is_regenerated_bit_for_bit(tmp_path):
+    path = tmp_path / "again.csv"
+    command = [sys.executable, "-m", "llm_policy.expert_q", "--output", str(path), "--overwrite"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert path.read_bytes() == COMMITTED.read_bytes()
+    assert "11 of 11 states" in done.stdout
+    assert "0.7402 (best possible 0.7442)" in done.stdout
+    assert [file.name for file in tmp_path.iterdir()] == ["again.csv"]
+
+
+def test_committed_file_holds_the_exact_expert():
+    table = read_expert_csv(COMMITTED)
+    q_SA = optimal_q(lake_mdp(GRID), gamma=0.99)
+    assert sorted(table["state"]) == ACTING
+    assert 2000 <= table["count"].sum() <= 5000
+    assert COMMITTED.stat().st_size < 700_000
+    for row in table.itertuples():
+        assert row.grid == GRID
+        assert row.state_str == state_text(GRID, row.state)
+        assert row.action == greedy_policy(q_SA)[row.state].argmax()
+        assert row.q_values == pytest.approx(q_SA[row.state].tolist(), abs=1e-10)
+
+
+def test_rows_are_the_steps_of_gymnasium_episodes():
+    with COMMITTED.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == COLUMNS
+    table = gym.make("FrozenLake-v1").unwrapped.P
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        outcomes = [(o[1], float(o[2]), o[3]) for o in table[int(row["state"])][int(row["action"])]]
+        assert (int(row["next_state"]), float(row["reward"]), row["done"] == "True") in outcomes
+        assert row["action_text"] == ACTIONS[int(row["action"])]
+        if following and row["done"] == "True":
+            assert following["state"] == "0"
+    assert [int(row["batch_idx"]) for row in rows] == sorted(int(row["batch_idx"]) for row in rows)
+    # success of 80 episodes within four standard errors of the exact 0.7402
+    successes = sum(float(row["reward"]) for row in rows)
+    assert successes / 80 == pytest.approx(0.7402, abs=4 * (0.74 * 0.26 / 80) ** 0.5)
+
+
+def test_options_reach_the_file(tmp_path):
+    lake = tmp_path / "lake.txt"
+    lake.write_text("SFF\nFFG\n")
+    path = tmp_path / "a.csv"
+    short = ["--map", str(lake), "--is_slippery", "false", "--batches", "2", "--episodes_per_batch", "3"]
+    main([*short, "--gamma", "0.5", "--output", str(path)])
+    table = read_expert_csv(path)
+    # three steps to the goal, the last one earns 1
+    assert [max(q) for q in table["q_values"]] == pytest.approx([0.25, 0.5, 1.0])
+    assert table["count"].tolist() == [6, 6, 6]
+    assert read_csv_column(path, "batch_idx") == ["0"] * 9 + ["1"] * 9
+    main([*short, "--gamma", "0.5", "--horizon_steps", "2", "--overwrite", "--output", str(path)])
+    assert len(read_csv_column(path, "done")) == 12
+    assert set(read_csv_column(path, "done")) == {"False"}
+
+
+def test_seed_changes_the_slips_and_only_them(tmp_path):
+    paths = [tmp_path / f"{name}.csv" for name in "abc"]
+    for path, seed in zip(paths, "445", strict=True):
+        main(["--seed", seed, "--batches", "1", "--output", str(path)])
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert paths[0].read_bytes() != paths[2].read_bytes()
+
+
+def read_csv_column(path: Path, name: str) -> list[str]:
+    with path.open(newline="") as file:
+        return [row[name] for row in csv.DictReader(file)]
+
+
+def test_existing_file_is_left_alone(tmp_path):
+    path = tmp_path / "mine.csv"
+    path.write_text("mine")
+    with pytest.raises(InputError, match="--overwrite"):
+        main(["--output", str(path)])
+    assert path.read_text() == "mine"
+    with pytest.raises(InputError, match="no folder"):
+        main(["--output", str(tmp_path / "none" / "a.csv")])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--gamma", "1.5"], ["--batches", "0"], ["--seed", "-1"], ["--map", "9x9"], ["--horizon_steps", "0"]],
+)
+def test_bad_options(tmp_path, flags):
+    with pytest.raises(InputError) as error:
+        main([*flags, "--output", str(tmp_path / "a.csv")])
+    assert flags[1] in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_horizons_are_gymnasiums():
+    assert default_horizon(GRID) == gym.spec("FrozenLake-v1").max_episode_steps
+    assert default_horizon(CANONICAL_GRIDS["8x8"]) == gym.spec("FrozenLake8x8-v1").max_episode_steps
+
+
+def test_q_learning_approaches_the_exact_q():
+    """Largest error of five averaged learners, seeds 0-2: 0.04-0.06 after 100,000 steps, 0.03-0.05 after 200,000."""
+    lake, exact_SA = lake_mdp(GRID), optimal_q(lake_mdp(GRID), gamma=0.99)
+    q_RSA = learn_q(GRID, True, 0.99, runs=5, steps=150_000, seed=0)
+    error = abs(q_RSA.mean(axis=0) - exact_SA).max()
+    assert error < 0.08
+    # independent learners: the average is closer than the typical one
+    assert error < np.mean([abs(q_SA - exact_SA).max() for q_SA in q_RSA])
+    assert (q_RSA[:, lake.terminal_S] == 0).all()
+    assert policy_return(lake, greedy_policy(q_RSA.mean(axis=0))) > 0.78
+    short = [learn_q(GRID, True, 0.99, runs=2, steps=500, seed=seed) for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(short[0], short[1])
+    assert (short[0] != short[2]).any()
+
+
+def test_q_learning_is_exact_without_slips(tmp_path):
+    exact_SA = optimal_q(lake_mdp(GRID, is_slippery=False), gamma=0.9)
+    q_RSA = learn_q(GRID, False, 0.9, runs=2, steps=60_000, seed=0)
+    np.testing.assert_allclose(q_RSA[:, ACTING], np.broadcast_to(exact_SA[ACTING], (2, 11, 4)), atol=1e-3)
+    path = tmp_path / "learned.csv"
+    main(["--method", "q_learning", "--q_learning_steps", "20000", "--is_slippery", "false", "--output", str(path)])
+    assert read_expert_csv(path)["action"].tolist() == [1, 1, 2, 1, 2, 2]
+
+
+def test_merges_rows_by_grid_and_state(tmp_path):
+    other = "AFG|FFF,UP,0,0,0,1"
+    rows = [GOOD_ROW, other, "AFFF|FHFH|FFFH|HFFG, left ,0.6,0.3,0.2,0.1", "SAG|FFF,2.0,0,0,1,0"]
+    table = read_expert_csv(write(tmp_path, HEADER, *rows))
+    assert table["state_str"].tolist() == ["AFFF|FHFH|FFFH|HFFG", "AFG|FFF", "SAG|FFF"]
+    assert table["grid"].tolist() == [GRID, ("SFG", "FFF"), ("SFG", "FFF")]
+    assert table["state"].tolist() == [0, 0, 1]
+    assert table["action"].tolist() == [0, 3, 2]
+    assert table["count"].tolist() == [2, 1, 1]
+    assert table["q_values"][0] == pytest.approx([0.5, 0.3, 0.2, 0.1])
+
+
+def test_ansi_bom_crlf_extra_columns_and_any_order(tmp_path):
+    env = gym.make("FrozenLake-v1", is_slippery=False, render_mode="ansi")
+    env.reset(seed=0)
+    texts = [env.render()]
+    for action in (1, 1, 2):
+        env.step(action)
+        texts.append(env.render())
+    path = tmp_path / "seed.csv"
+    with path.open("w", encoding="utf-8-sig", newline="") as file:
+        writer = csv.writer(file, lineterminator="\r\n")
+        writer.writerow(
+            ["note", *[f"q_value_{name}" for name in ("up", "right", "down", "left")], "state_str", "action"]
+        )
+        for text, action in zip(texts, ("Down", "DOWN", "right", "1"), strict=True):
+            best = {"down": "1", "right": "1"}.get(action.lower(), "")
+            up_right_down_left = [0, 1, 0, 0] if action == "right" else [0, 0, 1, 0]
+            writer.writerow([f"extra {best}", *up_right_down_left, text, action])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table = read_expert_csv(path)
+    assert table["state_str"].tolist() == [state_text(GRID, state) for state in (0, 4, 8, 9)]
+    assert table["action"].tolist() == [1, 1, 2, 1]
+    assert table["q_values"][2] == [0, 0, 1, 0]
+
+
+def bad_row(column: int, value: str) -> list[str]:
+    fields = GOOD_ROW.split(",")
+    fields[column] = value
+    return [HEADER, GOOD_ROW, ",".join(fields)]
+
+
+WITH_STATE = HEADER + ",state"
+ANSI_ROWS = '"\x1b[41mS\x1b[0mFF\nFHG",0,1,0,0,0'
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([""], ["is empty"]),
+        ([HEADER], ["no rows"]),
+        ([HEADER, "", ""], ["no rows"]),
+        ([HEADER.replace(",q_value_up", ""), "AFG,0,1,1,1"], ["q_value_up", "missing"]),
+        ([HEADER.replace(",", ";"), GOOD_ROW.replace(",", ";")], ["missing", "commas"]),
+        ([HEADER + ",action", GOOD_ROW + ",0"], ["column action", "2 times"]),
+        ([HEADER, GOOD_ROW, GOOD_ROW + ",7"], ["line 3", "7 fields", "expected 6"]),
+        ([HEADER, GOOD_ROW.rpartition(",")[0]], ["line 2", "5 fields"]),
+        (bad_row(2, "nan"), ["line 3", "q_value_left", "'nan'", "finite"]),
+        (bad_row(3, "-inf"), ["line 3", "q_value_down", "'-inf'"]),
+        (bad_row(4, "1e400"), ["line 3", "q_value_right", "'1e400'"]),
+        (bad_row(5, ""), ["line 3", "q_value_up", "''"]),
+        (bad_row(2, "high"), ["line 3", "q_value_left", "'high'"]),
+        (bad_row(2, "True"), ["line 3", "q_value_left", "'True'"]),
+        (bad_row(1, "4"), ["line 3", "column action", "'4'", "0-3 or LEFT, DOWN, RIGHT, UP"]),
+        (bad_row(1, "0.5"), ["line 3", "column action", "'0.5'"]),
+        (bad_row(1, "-1"), ["line 3", "column action", "'-1'"]),
+        (bad_row(1, "nan"), ["line 3", "column action", "'nan'"]),
+        (bad_row(1, "JUMP"), ["line 3", "column action", "'JUMP'"]),
+        (bad_row(0, "SFFF|FHFH|FFFH|HFFG"), ["line 3", "state_str", "no agents"]),
+        (bad_row(0, "AFFF|FAFH|FFFH|HFFG"), ["line 3", "state_str", "2 agents"]),
+        (bad_row(0, "AFFF|FHFH|FFFH|HFFF"), ["line 3", "state_str", "no goal"]),
+        (bad_row(0, "AFFF|FHF|FFFH|HFFG"), ["line 3", "state_str", "row 2", "'FHF'"]),
+        (bad_row(0, "AFFF|FHFx|FFFH|HFFG"), ["line 3", "state_str", "'x'"]),
+        (bad_row(0, "SFF|F\x1b[41mH\x1b[0mG"), ["line 3", "state_str", "in a hole"]),
+        (bad_row(0, "SFF|FG\x1b[41mG\x1b[0m"), ["line 3", "state_str", "at the goal"]),
+        ([WITH_STATE, GOOD_ROW + ",0", GOOD_ROW + ",5"], ["line 3", "column state", "5", "state 0"]),
+        ([WITH_STATE, GOOD_ROW + ",0", GOOD_ROW + ",x"], ["line 3", "column state", "'x'"]),
+        ([WITH_STATE, GOOD_ROW + ",inf"], ["line 2", "column state", "'inf'"]),
+        # an editor counts the lines inside quotes: the third row begins on line 6
+        ([HEADER, ANSI_ROWS, ANSI_ROWS, bad_row(1, "9")[2]], ["line 6", "column action", "'9'"]),
+        ([HEADER, '"AFFF|FHFH,0,1,1,1,1'], ["no CSV", "expected comma-separated"]),
+    ],
+)
+def test_bad_csv(tmp_path, lines, words):
+    path = write(tmp_path, *lines)
+    with pytest.raises(InputError) as error:
+        read_expert_csv(path)
+    message = str(error.value)
+    assert message.startswith(str(path))
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+def test_bad_files(tmp_path):
+    with pytest.raises(InputError, match="no such file"):
+        read_expert_csv(tmp_path / "none.csv")
+    with pytest.raises(InputError, match="is a folder"):
+        read_expert_csv(tmp_path)
+    path = tmp_path / "latin.csv"
+    path.write_bytes((HEADER + ",note\n" + GOOD_ROW + ",f\xfcr\n").encode("latin-1"))
+    with pytest.raises(InputError, match="UTF-8"):
+        read_expert_csv(path)
+
+
+def test_one_warning_for_actions_that_are_not_best(tmp_path):
+    worse = GOOD_ROW.replace(",0,", ",3,", 1)
+    path = write(tmp_path, HEADER, GOOD_ROW, worse, GOOD_ROW, worse, GOOD_ROW)
+    with pytest.warns(UserWarning, match="not the best") as caught:
+        table = read_expert_csv(path)
+    (message,) = [str(warning.message) for warning in caught]
+    assert f"{path}: in 2 of 5 rows" in message
+    assert "line 3: UP, where LEFT is best" in message
+    assert table["action"].tolist() == [0]  # the most frequent one
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_expert_csv(COMMITTED)
+
+
+def test_large_file(tmp_path):
+    header, *rows = COMMITTED.read_text().splitlines()
+    count = 300_000
+    path = tmp_path / "large.csv"
+    path.write_text("\n".join([header, *(rows * (count // len(rows) + 1))[:count]]) + "\n")
+    table = read_expert_csv(path)
+    assert table["count"].sum() == count
+    assert table["state"].tolist() == read_expert_csv(COMMITTED)["state"].tolist()
+    with path.open("a") as file:
+        file.write(rows[0].replace(",LEFT,0.", ",LEFT,zero.") + "\n")
+    with pytest.raises(InputError, match=r"line 300002, column q_value_left: 'zero"):
+        read_expert_csv(path)

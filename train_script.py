@@ -1,0 +1,404 @@
+"""Expert Q-values -> prompts -> GRPO -> LoRA adapter -> exact evaluation.
+
+    python train_script.py                                         # configuration by hardware, says which
+    python train_script.py --config configs/gemma_2b_it.yaml       # one GPU
+    sbatch train_script.sh                                         # cluster
+    python train_script.py --resume_from_checkpoint auto           # go on after a kill
+    python train_script.py --help                                  # this script's options, then TRL's
+
+Every option of TRL's GRPOConfig and ModelConfig works here; flags win over the YAML file.
+Exit codes: 0 done, 2 the input cannot be used (one line says why), 75 interrupted by SIGTERM or SIGUSR1 after a
+checkpoint was written: the same command with --resume_from_checkpoint auto goes on.
+"""
+
+import json
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+import yaml
+from datasets import Dataset
+from peft import PeftModel, get_peft_model
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, set_seed
+from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantization_config
+
+from evaluate_policy import RUN_FILE, evaluate_policies, model_policies, print_table, save_evaluation
+from llm_policy.checkpoints import latest_checkpoint, remove_incomplete
+from llm_policy.diagnostics import STOP_CONDITIONS, MetricsFile, PolicyDiagnostics
+from llm_policy.errors import InputError, run_script
+from llm_policy.expert_q import read_expert_csv
+from llm_policy.frozen_lake import ACTIONS, Grid
+from llm_policy.grpo import OBJECTIVES, PolicyTrainer
+from llm_policy.models import ROOT, load_model, load_tokenizer
+from llm_policy.policy_table import PolicyReader
+from llm_policy.warm_start import sampled_format_validity, teach_format
+from prompts import OBSERVATIONS, check_prompt, fit_to_template, format_example, policy_messages, prompt_token_ids
+from rewards import REWARD_SHAPES, AdvantageReward, reward_functions
+
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
+WARM_STARTS = ("auto", "always", "never")
+CONFIG_FILE = "resolved_config.yaml"
+EVALUATION_FILE = "evaluation.json"
+MAPS_JUDGED = 20  # of a CSV with many maps, in the evaluations of a run
+
+
+@dataclass
+class ScriptArguments:
+    """What TRL's own arguments do not cover: the expert, the lake, the reward, the objective, the warm start."""
+
+    expert_csv: str = field(
+        default=str(ROOT / "expert_demos_batched_avg_q.csv"), metadata={"help": "The expert's Q-values, one row a step."}
+    )
+    is_slippery: bool = field(default=True, metadata={"help": "The dynamics that the CSV was made for."})
+    observation: str = field(
+        default="coordinates", metadata={"help": f"What the model sees of a state: {', '.join(OBSERVATIONS)}."}
+    )
+    reward_shape: str = field(
+        default="minmax", metadata={"help": f"Q-values to rewards in [0, 1]: {', '.join(REWARD_SHAPES)}."}
+    )
+    optimal_bonus: float = field(default=0.2, metadata={"help": "Added to the reward of an optimal action."})
+    cap_bonus: bool = field(default=True, metadata={"help": "Cut reward + bonus at 1, as the seed did."})
+    objective: str = field(
+        default="grpo", metadata={"help": f"{', '.join(OBJECTIVES)}: see llm_policy/grpo.py, departure 4."}
+    )
+    action_entropy_coef: float = field(
+        default=0.0, metadata={"help": "Objective `expected`: weight of the action distribution's entropy (nats)."}
+    )
+    packed: bool = field(default=True, metadata={"help": "One row per prompt and group; false: TRL's own path."})
+    warm_start: str = field(
+        default="auto", metadata={"help": "Teach the answer format first: auto (only where needed), always, never."}
+    )
+    warm_start_steps: int = field(default=60, metadata={"help": "At most so many steps of it."})
+    warm_start_prompts: int = field(default=11, metadata={"help": "Prompts a step, each with all four actions."})
+    warm_start_learning_rate: float = field(default=1e-3, metadata={"help": "Its learning rate (AdamW, constant)."})
+    warm_start_threshold: float = field(
+        default=0.9, metadata={"help": "Share of sampled completions in form that makes it unnecessary, or ends it."}
+    )
+    evaluate_steps: int = field(
+        default=10, metadata={"help": "Judge the greedy policy exactly every so many steps; 0: at the end only."}
+    )
+    samples_per_state: int = field(
+        default=8, metadata={"help": "Completions per state for the sampled distribution in the last table."}
+    )
+    episodes: int = field(default=1000, metadata={"help": "Simulated episodes beside the exact figures."})
+    stop_when: str = field(default="never", metadata={"help": f"End early: {', '.join(STOP_CONDITIONS)}."})
+
+    def __post_init__(self) -> None:
+        choices = {
+            "observation": OBSERVATIONS,
+            "reward_shape": tuple(REWARD_SHAPES),
+            "objective": OBJECTIVES,
+            "warm_start": WARM_STARTS,
+            "stop_when": STOP_CONDITIONS,
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise InputError(f"--{name} {getattr(self, name)!r}: expected one of {', '.join(allowed)}")
+        for name in ("warm_start_steps", "warm_start_prompts", "episodes"):
+            if getattr(self, name) < 1:
+                raise InputError(f"--{name} {getattr(self, name)}: expected at least 1")
+
+
+# Arguments -------------------------------------------------------------------------------------------------------
+
+
+def default_config() -> Path:
+    return ROOT / "configs" / ("gemma_2b_it.yaml" if torch.cuda.is_available() else "laptop.yaml")
+
+
+def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig, str]:
+    """Command line and YAML -> the three argument groups and the config's path. One-line `InputError`s."""
+    argv = list(argv)
+    for i, argument in enumerate(argv):
+        if argument.startswith("--config="):
+            argv[i : i + 1] = argument.split("=", 1)
+    if "--config" not in argv:
+        argv = ["--config", str(default_config()), *argv]
+    index = argv.index("--config") + 1
+    if index == len(argv):
+        raise InputError("--config: expected the path of a YAML file after it")
+    config = argv[index]
+
+    class Parser(TrlParser):
+        def error(self, message: str):
+            raise InputError(f"{message}; see python train_script.py --help")
+
+    try:
+        script, training, model = Parser((ScriptArguments, GRPOConfig, ModelConfig)).parse_args_and_config(argv)
+    except FileNotFoundError as error:
+        raise InputError(f"--config {config}: no such file; configs/ holds the ones that come with this") from error
+    except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
+        raise InputError(f"{config} and the command line: {' '.join(str(error).split())}") from error
+    return script, training, model, config
+
+
+def resolved_config(*groups) -> dict:
+    """Every argument that differs from its dataclass default, in a form that --config reads back."""
+    values: dict = {}
+    for group in groups:
+        derived = {"generation_batch_size"} if isinstance(group, GRPOConfig) else set()
+        for f in fields(group):
+            default = f.default_factory() if f.default_factory is not MISSING else f.default
+            value = getattr(group, f.name)
+            value = value.value if isinstance(value, Enum) else value
+            if f.init and f.name not in derived and value != default and _is_plain(value):
+                values[f.name] = value
+    return values
+
+
+def _is_plain(value) -> bool:
+    return isinstance(value, bool | int | float | str) or (isinstance(value, list) and all(map(_is_plain, value)))
+
+
+def check_batches(training: GRPOConfig) -> None:
+    """Conditions on sizes that TRL leaves to a crash or does not check."""
+    if training.max_steps == 0 or (training.max_steps < 0 and training.num_train_epochs <= 0):
+        raise InputError("--max_steps: expected at least 1")
+    steps_per_batch = training.steps_per_generation * training.num_iterations / training.gradient_accumulation_steps
+    if training.save_strategy != "no" and training.save_steps % max(1, steps_per_batch):
+        raise InputError(
+            f"--save_steps {training.save_steps:g}: expected a multiple of {steps_per_batch:g}, the optimiser steps taken on "
+            "one batch of completions (steps_per_generation x num_iterations / gradient_accumulation_steps), "
+            "for completions are not saved"
+        )
+
+
+# Run folder ------------------------------------------------------------------------------------------------------
+
+
+def prepare_output_dir(output_dir: Path, resume: str | None) -> Path | None:
+    """Refuse a folder with another run in it; find the checkpoint to go on from (None: from the beginning)."""
+    if output_dir.exists() and not output_dir.is_dir():
+        raise InputError(f"--output_dir {output_dir}: is a file; name a folder")
+    if resume is None:
+        if (output_dir / CONFIG_FILE).exists() or any(output_dir.glob("checkpoint-*")):
+            raise InputError(
+                f"--output_dir {output_dir}: holds another run; choose another folder, delete it, "
+                "or go on with --resume_from_checkpoint auto"
+            )
+        return None
+    if resume != "auto":
+        checkpoint = Path(resume)
+        if latest_checkpoint(checkpoint.parent) is None or not (checkpoint / "trainer_state.json").exists():
+            raise InputError(f"--resume_from_checkpoint {resume}: no complete checkpoint there; try auto")
+        return checkpoint
+    remove_incomplete(output_dir)
+    return latest_checkpoint(output_dir)
+
+
+def write_run_files(output_dir: Path, groups: tuple, config: str, seed: int, settings: dict) -> None:
+    """`resolved_config.yaml` (give it to --config to repeat the run) and `run.json` (seed, versions, commit, ...)."""
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / CONFIG_FILE).write_text(yaml.safe_dump(resolved_config(*groups), sort_keys=False))
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
+        packages = ("torch", "transformers", "trl", "peft", "datasets", "gymnasium", "numpy", "pandas")
+        run = {
+            "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "config": Path(config).name,
+            "seed": seed,
+            "commit": commit or "unknown",
+            "python": platform.python_version(),
+            "versions": {name: version(name) for name in packages},
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads",
+            **settings,
+        }
+        (output_dir / RUN_FILE).write_text(json.dumps(run, indent=1) + "\n")
+    except OSError as error:
+        raise InputError(f"--output_dir {output_dir}: cannot be written ({error})") from error
+
+
+class StopOnSignal(TrainerCallback):
+    """SIGTERM or SIGUSR1: finish the step, write a checkpoint, leave."""
+
+    def __init__(self, steps_per_batch: int) -> None:
+        self.received: str | None = None
+        self.steps_per_batch = steps_per_batch  # completions are not saved: a checkpoint waits for their last use
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number, _frame) -> None:
+        self.received = signal.Signals(number).name
+        print(f"{self.received}: finishing the step, then a checkpoint", flush=True)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.received and state.global_step % self.steps_per_batch == 0:
+            control.should_save = True
+            control.should_training_stop = True
+
+
+# The job ---------------------------------------------------------------------------------------------------------
+
+
+def build_dataset(table, script: ScriptArguments, training: GRPOConfig, tokenizer, context_tokens: int) -> Dataset:
+    """One row a state: `prompt` (messages), `q_values`, `state`, `map`. Repeated where a batch needs more rows."""
+    rows = []
+    for record in table.to_dict("records"):
+        messages = policy_messages(record["grid"], record["state"], script.is_slippery, script.observation)
+        messages = fit_to_template(messages, tokenizer)
+        check_prompt(prompt_token_ids(messages, tokenizer), tokenizer, context_tokens, training.max_completion_length)
+        rows.append(
+            {"prompt": messages, "q_values": record["q_values"], "state": record["state"], "map": "|".join(record["grid"])}
+        )
+    needed = training.generation_batch_size // training.num_generations
+    if len(rows) < needed:
+        print(f"{len(rows)} states for {needed} prompts a batch: states are repeated")
+        rows = [rows[i % len(rows)] for i in range(-(-needed // len(rows)) * len(rows))][: max(needed, len(rows))]
+    return Dataset.from_list(rows)
+
+
+def warm_started(
+    model: PeftModel, tokenizer, reader: PolicyReader, table, script: ScriptArguments, training: GRPOConfig,
+    stop: StopOnSignal,
+) -> dict:  # fmt: skip
+    """Teach the answer format where `--warm_start` asks for it, or load what an interrupted run had taught."""
+    folder = Path(training.output_dir) / "warm_start"
+    if (folder / "report.json").exists():
+        model.load_adapter(str(folder), adapter_name="default", is_trainable=True)
+        print("warm start: taken from the interrupted run")
+        return json.loads((folder / "report.json").read_text())
+    cells = list(zip(table["grid"], table["state"], strict=True))
+    if script.warm_start == "never":
+        return {"steps": 0}
+    if script.warm_start == "auto":
+        validity = sampled_format_validity(model, reader, cells)
+        print(f"warm start: {validity:.0%} of sampled completions are in form ({script.warm_start_threshold:.0%} needed)")
+        if validity >= script.warm_start_threshold:
+            return {"steps": 0, "format_validity": validity}
+    report = teach_format(
+        model,
+        tokenizer,
+        reader,
+        cells,
+        max_steps=script.warm_start_steps,
+        prompts_per_step=script.warm_start_prompts,
+        learning_rate=script.warm_start_learning_rate,
+        threshold=script.warm_start_threshold,
+        seed=training.seed,
+        should_stop=lambda: stop.received is not None,
+    )
+    if not stop.received:
+        model.save_pretrained(folder)
+        (folder / "report.json").write_text(json.dumps(report) + "\n")
+    return report
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    script, training, model_config, config = parse_arguments(sys.argv[1:] if argv is None else argv)
+    hardware = "CUDA" if torch.cuda.is_available() else "no CUDA"
+    print(f"{hardware}: {config} with {model_config.model_name_or_path}, seed {training.seed}", flush=True)
+    check_batches(training)
+    output_dir = Path(training.output_dir)
+    if training.resume_from_checkpoint == "auto" and (output_dir / EVALUATION_FILE).exists():
+        print(f"{output_dir} holds a finished run:\n{(output_dir / 'result.txt').read_text()}", end="")
+        return 0
+    resume = prepare_output_dir(output_dir, training.resume_from_checkpoint)
+    table = read_expert_csv(script.expert_csv)
+    grids: list[Grid] = list(dict.fromkeys(table["grid"]))[:MAPS_JUDGED]
+    print(f"{script.expert_csv}: {table['count'].sum()} rows, {len(table)} states, {table['grid'].nunique()} maps")
+
+    set_seed(training.seed)
+    tokenizer = load_tokenizer(model_config.model_name_or_path, revision=model_config.model_revision)
+    quantization = get_quantization_config(model_config)
+    model = load_model(
+        model_config.model_name_or_path,
+        dtype=model_config.dtype or "bfloat16",
+        attn_implementation=model_config.attn_implementation,
+        quantization_config=quantization,
+        device_map={"": training.device.index or 0} if quantization is not None and training.device.type == "cuda" else None,
+        revision=model_config.model_revision,
+    )
+    if quantization is None:
+        model.to(training.device)
+    context_tokens = model.config.get_text_config().max_position_embeddings
+    dataset = build_dataset(table, script, training, tokenizer, context_tokens)
+    reader = PolicyReader(tokenizer, script.is_slippery, script.observation, training.max_completion_length)
+    settings = {"map": list(grids[0]), "is_slippery": script.is_slippery, "observation": script.observation}
+    write_run_files(output_dir, (script, training, model_config), config, training.seed, settings)
+
+    untrained = output_dir / "untrained.json"  # judged once; a resumed run shows the same row
+    if not untrained.exists():
+        print("judging the untrained model")
+        tables, validities = model_policies(model, reader, grids, "untrained", 0)
+        untrained.write_text(json.dumps([{k: [t.tolist() for t in v] for k, v in tables.items()}, validities]))
+
+    model = model if isinstance(model, PeftModel) else get_peft_model(model, get_peft_config(model_config))
+    steps_per_batch = training.steps_per_generation * training.num_iterations // training.gradient_accumulation_steps
+    stop = StopOnSignal(max(1, steps_per_batch))
+    warm_start = warm_started(model, tokenizer, reader, table, script, training, stop)
+    if stop.received:
+        print(f"{stop.received} during the warm start: --resume_from_checkpoint auto begins it again")
+        return EXIT_INTERRUPTED
+
+    scale = AdvantageReward(script.reward_shape, script.optimal_bonus, script.cap_bonus)
+    functions = reward_functions(scale)
+    if training.reward_weights is None:
+        training.reward_weights = [1.0] + [0.0] * (len(functions) - 1)  # the components are logged, the mean is learnt
+    rewards_PA = (1.0 + scale.of_actions(table["q_values"].tolist())) / 2
+    constant_action = int(rewards_PA.mean(axis=0).argmax())
+    trainer = PolicyTrainer(
+        model,
+        functions,
+        training,
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        objective=script.objective,
+        packed=script.packed,
+        action_names=ACTIONS,
+        action_rewards=lambda rows: (1.0 + scale.of_actions([row["q_values"] for row in rows])) / 2,
+        action_entropy_coef=script.action_entropy_coef,
+    )
+    first_cell = (table["grid"][0], table["state"][0])
+    examples = [tokenizer.encode(format_example(*first_cell, a), add_special_tokens=False) for a in range(len(ACTIONS))]
+    trainer.check_against_stock(reader.prompt(*first_cell), examples)
+    lines = {
+        f"reward/always {ACTIONS[constant_action]}": float(rewards_PA[:, constant_action].mean()),
+        "reward/uniform policy": float(rewards_PA.mean()),
+        "reward/optimal policy": float(rewards_PA.max(axis=1).mean()),
+    }
+    diagnostics = PolicyDiagnostics(trainer, reader, grids, script.evaluate_steps, script.stop_when, lines)
+    for unwanted in (PrinterCallback, ProgressCallback):
+        trainer.remove_callback(unwanted)
+    for callback in (diagnostics, stop, MetricsFile(output_dir / "metrics.jsonl")):
+        trainer.add_callback(callback)
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    if stop.received and trainer.state.global_step < trainer.state.max_steps:
+        print(f"{stop.received}: checkpoint of step {trainer.state.global_step} written; --resume_from_checkpoint auto goes on")
+        return EXIT_INTERRUPTED
+
+    trainer.save_model(str(output_dir))
+    tokenizer.save_pretrained(output_dir)
+    trained = trainer.accelerator.unwrap_model(trainer.model)
+    tables, validities = model_policies(trained, reader, grids, "trained", script.samples_per_state)
+    untrained_tables, untrained_validities = json.loads(untrained.read_text())
+    untrained_tables = {name: [np.array(t) for t in rows] for name, rows in untrained_tables.items()}
+    evaluated = evaluate_policies(
+        untrained_tables | tables,
+        grids,
+        script.is_slippery,
+        validities=untrained_validities | validities,
+        episodes=script.episodes,
+        seed=training.seed,
+    )
+    summary = print_table(evaluated, f"{len(grids)} map(s), {'slippery' if script.is_slippery else 'not slippery'}")
+    verdict = f"verdict: {diagnostics.full_verdict()} (warm start {warm_start['steps']} steps, GRPO {trainer.state.global_step})"
+    print(verdict)
+    print(f"saved {output_dir}: adapter, {RUN_FILE}, {CONFIG_FILE}, metrics.jsonl, {EVALUATION_FILE}, policy.png")
+    (output_dir / "result.txt").write_text(f"{summary}{verdict}\n")
+    save_evaluation(evaluated, grids, script.is_slippery, output_dir)
+    return 0
+
+
+if __name__ == "__main__":
+    run_script(main)
