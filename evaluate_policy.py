@@ -21,7 +21,15 @@ from transformers import HfArgumentParser, PreTrainedModel, set_seed
 
 from llm_policy.errors import InputError, run_script
 from llm_policy.expert_q import learn_q
-from llm_policy.frozen_lake import ACTIONS, Grid, default_horizon, lake_mdp, read_grid, shortest_path_policy
+from llm_policy.frozen_lake import (
+    ACTIONS,
+    Grid,
+    acting_states,
+    default_horizon,
+    lake_mdp,
+    read_grid,
+    shortest_path_policy,
+)
 from llm_policy.mdp import greedy_policy, optimal_actions, optimal_q
 from llm_policy.models import load_model, load_tokenizer
 from llm_policy.plots import policy_figure
@@ -34,6 +42,7 @@ from llm_policy.policy_table import (
     score_policy,
     uniform_policy,
 )
+from prompts import check_prompt
 
 BASELINES = ("random", "constant:ACTION", "expert", "q-learning", "shortest-path")
 Q_LEARNING_RUNS, Q_LEARNING_STEPS = 5, 100_000
@@ -75,7 +84,7 @@ class EvaluatedPolicy:
             "simulated_success": self.simulated_successes / self.simulated_episodes,
             "simulated_interval": [low, high],
             "simulated_episodes": self.simulated_episodes,
-            "policy_SA": [table.round(6).tolist() for table in self.tables[:1]][0],
+            "policy_SA": self.tables[0].round(6).tolist(),
         }
 
 
@@ -133,16 +142,16 @@ def baseline_table(name: str, grid: Grid, is_slippery: bool, seed: int = 0) -> n
     """Policy table of a baseline by name (see `BASELINES`); `InputError` for an unknown one."""
     states = len(grid) * len(grid[0])
     kind, _, action = name.partition(":")
-    if kind == "random":
+    if name == "random":
         return uniform_policy(states)
     if kind == "constant" and action.upper() in ACTIONS:
         return constant_policy(states, ACTIONS.index(action.upper()))
-    if kind == "expert":
+    if name == "expert":
         return greedy_policy(optimal_q(lake_mdp(grid, is_slippery), AGREEMENT_GAMMA))
-    if kind == "q-learning":
+    if name == "q-learning":
         learners_RSA = learn_q(grid, is_slippery, AGREEMENT_GAMMA, Q_LEARNING_RUNS, Q_LEARNING_STEPS, seed)
         return greedy_policy(learners_RSA.mean(axis=0))
-    if kind == "shortest-path":
+    if name == "shortest-path":
         return shortest_path_policy(grid)
     raise InputError(f"--policies {name!r}: expected a run folder, a model or one of {', '.join(BASELINES)}")
 
@@ -173,7 +182,15 @@ def print_table(evaluated: Sequence[EvaluatedPolicy], title: str) -> str:
     horizon = evaluated[0].scores[0].horizon_steps
     table = Table(title=title, title_justify="left")
     table.add_column("policy", no_wrap=True)
-    for column in ("success", f"in {horizon} steps", "% of optimal", "regret", "optimal states", "in form", "simulated"):
+    for column in (
+        "success",
+        f"in {horizon} steps",
+        "% of optimal",
+        "regret",
+        "optimal states",
+        "in form",
+        "simulated",
+    ):
         table.add_column(column, justify="right")
     for policy in evaluated:
         low, high = policy.simulated_interval
@@ -195,9 +212,10 @@ def print_table(evaluated: Sequence[EvaluatedPolicy], title: str) -> str:
     return console.export_text()
 
 
-def save_evaluation(evaluated: Sequence[EvaluatedPolicy], grids: Sequence[Grid], is_slippery: bool, folder: Path) -> None:
-    """`evaluation.json` and `policy.png` (first map: optimum and the last policy, or all of up to four)."""
-    folder.mkdir(parents=True, exist_ok=True)
+def save_evaluation(
+    evaluated: Sequence[EvaluatedPolicy], grids: Sequence[Grid], is_slippery: bool, folder: Path
+) -> None:
+    """`evaluation.json` and `policy.png` (first map: the optimum and up to four policies)."""
     content = {"map": list(grids[0]), "maps": len(grids), "is_slippery": is_slippery}
     content["policies"] = [policy.as_dict() for policy in evaluated]
     optimal_SA = optimal_actions(optimal_q(lake_mdp(grids[0], is_slippery), AGREEMENT_GAMMA))
@@ -207,8 +225,12 @@ def save_evaluation(evaluated: Sequence[EvaluatedPolicy], grids: Sequence[Grid],
         {f"{p.name}\nsuccess {p.scores[0].success_probability:.3f}": p.tables[0] for p in shown},
         optimal_SA,
     )
-    figure.savefig(folder / "policy.png", dpi=120)
-    (folder / "evaluation.json").write_text(json.dumps(content, indent=1) + "\n")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(folder / "policy.png", dpi=120)
+        (folder / "evaluation.json").write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise InputError(f"--output_dir {folder}: cannot be written ({error})") from error
 
 
 @dataclass
@@ -229,18 +251,38 @@ class EvaluationArguments:
     seed: int = field(default=0, metadata={"help": "Of sampling, simulation and Q-learning."})
     output_dir: str | None = field(default=None, metadata={"help": "Where evaluation.json and policy.png go."})
 
+    def __post_init__(self) -> None:
+        for name, least in (("samples_per_state", 0), ("episodes", 1), ("max_completion_length", 1)):
+            if getattr(self, name) < least:
+                raise InputError(f"--{name} {getattr(self, name)}: expected at least {least}")
+        if self.horizon_steps is not None and self.horizon_steps < 1:
+            raise InputError(f"--horizon_steps {self.horizon_steps}: expected at least 1")
+
+
+class Parser(HfArgumentParser):
+    """One line for what is wrong on the command line, without the list of all options."""
+
+    def error(self, message: str):
+        raise InputError(f"{message}; see --help")
+
 
 def run_settings(policies: Sequence[str]) -> dict:
     """What the first run folder among `policies` was trained on (`map`, `is_slippery`, `observation`), else nothing."""
     for name in policies:
         path = Path(name) / RUN_FILE
         if path.is_file():
-            return json.loads(path.read_text())
+            try:
+                return json.loads(path.read_text())
+            except ValueError as error:
+                raise InputError(f"{path}: is no JSON ({error}); give --map, or train again") from error
     return {}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    (arguments,) = HfArgumentParser(EvaluationArguments).parse_args_into_dataclasses(argv)
+    parser = Parser(EvaluationArguments)
+    arguments, unknown = parser.parse_args_into_dataclasses(argv, return_remaining_strings=True)
+    if unknown:
+        parser.error(f"unknown arguments: {' '.join(unknown)}")
     set_seed(arguments.seed)
     settings = run_settings(arguments.policies)
     grid = read_grid(arguments.map) if arguments.map else tuple(settings.get("map", read_grid("4x4")))
@@ -259,6 +301,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.max_completion_length,
         )
         model = load_model(name, dtype=arguments.dtype)
+        context_tokens = model.config.get_text_config().max_position_embeddings
+        first_prompt = reader.prompt(grid, acting_states(grid)[0])
+        check_prompt(first_prompt, tokenizer, context_tokens, arguments.max_completion_length)
         found, valid = model_policies(model, reader, [grid], name, arguments.samples_per_state)
         tables.update(found)
         validities.update(valid)

@@ -27,7 +27,8 @@ def _minmax_PA(q_values_PA: np.ndarray) -> np.ndarray:
     """(Q - Q_min) / (Q_max - Q_min); 1 for every action where all Q-values are equal, for then each is optimal."""
     span_P1 = np.ptp(q_values_PA, axis=1, keepdims=True)
     above_worst_PA = q_values_PA - q_values_PA.min(axis=1, keepdims=True)
-    return np.where(span_P1 > 0, above_worst_PA / np.where(span_P1 > 0, span_P1, 1.0), 1.0)
+    differ_P1 = span_P1 > OPTIMAL_TOLERANCE  # without it the last decimal of equal values would become 0 and 1
+    return np.where(differ_P1, above_worst_PA / np.where(differ_P1, span_P1, 1.0), 1.0)
 
 
 def _gap_PA(q_values_PA: np.ndarray) -> np.ndarray:

@@ -17,7 +17,8 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum
 from importlib.metadata import version
@@ -27,12 +28,14 @@ import numpy as np
 import torch
 import yaml
 from datasets import Dataset
-from peft import PeftModel, get_peft_model
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, set_seed
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
+from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantization_config
 
 from evaluate_policy import RUN_FILE, evaluate_policies, model_policies, print_table, save_evaluation
-from llm_policy.checkpoints import latest_checkpoint, remove_incomplete
+from llm_policy.checkpoints import COMPLETE_MARK, latest_checkpoint, remove_incomplete
 from llm_policy.diagnostics import STOP_CONDITIONS, MetricsFile, PolicyDiagnostics
 from llm_policy.errors import InputError, run_script
 from llm_policy.expert_q import read_expert_csv
@@ -40,14 +43,21 @@ from llm_policy.frozen_lake import ACTIONS, Grid
 from llm_policy.grpo import OBJECTIVES, PolicyTrainer
 from llm_policy.models import ROOT, load_model, load_tokenizer
 from llm_policy.policy_table import PolicyReader
-from llm_policy.warm_start import sampled_format_validity, teach_format
+from llm_policy.warm_start import join_adapters, sampled_format_validity, teach_format
 from prompts import OBSERVATIONS, check_prompt, fit_to_template, format_example, policy_messages, prompt_token_ids
 from rewards import REWARD_SHAPES, AdvantageReward, reward_functions
 
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 WARM_STARTS = ("auto", "always", "never")
 CONFIG_FILE = "resolved_config.yaml"
+WARM_START_FOLDER, GRPO_FOLDER = "warm_start", "grpo"  # the two adapters that are joined in the end
 EVALUATION_FILE = "evaluation.json"
+REWARDS = tuple(reward.__name__ for reward in reward_functions(AdvantageReward()))
+TRL_CHOICES = {
+    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
+    "scale_rewards": ("group", "batch", "none"),
+    "importance_sampling_level": ("token", "sequence"),
+}
 MAPS_JUDGED = 20  # of a CSV with many maps, in the evaluations of a run
 
 
@@ -56,7 +66,8 @@ class ScriptArguments:
     """What TRL's own arguments do not cover: the expert, the lake, the reward, the objective, the warm start."""
 
     expert_csv: str = field(
-        default=str(ROOT / "expert_demos_batched_avg_q.csv"), metadata={"help": "The expert's Q-values, one row a step."}
+        default=str(ROOT / "expert_demos_batched_avg_q.csv"),
+        metadata={"help": "The expert's Q-values, one row a step."},
     )
     is_slippery: bool = field(default=True, metadata={"help": "The dynamics that the CSV was made for."})
     observation: str = field(
@@ -103,9 +114,18 @@ class ScriptArguments:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise InputError(f"--{name} {getattr(self, name)!r}: expected one of {', '.join(allowed)}")
-        for name in ("warm_start_steps", "warm_start_prompts", "episodes"):
-            if getattr(self, name) < 1:
-                raise InputError(f"--{name} {getattr(self, name)}: expected at least 1")
+        if self.objective == "expected" and not self.packed:
+            raise InputError("--objective expected: needs --packed true; TRL's own pass knows --objective grpo only")
+        least = {
+            "warm_start_steps": 1,
+            "warm_start_prompts": 1,
+            "episodes": 1,
+            "evaluate_steps": 0,
+            "samples_per_state": 0,
+        }
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise InputError(f"--{name} {getattr(self, name)}: expected at least {value}")
 
 
 # Arguments -------------------------------------------------------------------------------------------------------
@@ -156,18 +176,27 @@ def resolved_config(*groups) -> dict:
 
 
 def _is_plain(value) -> bool:
-    return isinstance(value, bool | int | float | str) or (isinstance(value, list) and all(map(_is_plain, value)))
+    if isinstance(value, list | dict):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, bool | int | float | str)
 
 
-def check_batches(training: GRPOConfig) -> None:
-    """Conditions on sizes that TRL leaves to a crash or does not check."""
+def check_arguments(training: GRPOConfig, model: ModelConfig) -> None:
+    """Conditions that TRL leaves to a crash in the first step, or does not check."""
+    for name, allowed in TRL_CHOICES.items():
+        if getattr(training, name) not in allowed:
+            raise InputError(f"--{name} {getattr(training, name)!r}: expected one of {', '.join(allowed)}")
+    if not model.use_peft:
+        raise InputError("--use_peft false: what is trained and saved here is a LoRA adapter; set use_peft to true")
+    if training.reward_weights is not None and len(training.reward_weights) != len(REWARDS):
+        raise InputError(f"--reward_weights {training.reward_weights}: expected one for each of {', '.join(REWARDS)}")
     if training.max_steps == 0 or (training.max_steps < 0 and training.num_train_epochs <= 0):
         raise InputError("--max_steps: expected at least 1")
     steps_per_batch = training.steps_per_generation * training.num_iterations / training.gradient_accumulation_steps
     if training.save_strategy != "no" and training.save_steps % max(1, steps_per_batch):
         raise InputError(
-            f"--save_steps {training.save_steps:g}: expected a multiple of {steps_per_batch:g}, the optimiser steps taken on "
-            "one batch of completions (steps_per_generation x num_iterations / gradient_accumulation_steps), "
+            f"--save_steps {training.save_steps:g}: expected a multiple of {steps_per_batch:g}, optimiser steps "
+            "on one batch of completions (steps_per_generation x num_iterations / gradient_accumulation_steps), "
             "for completions are not saved"
         )
 
@@ -188,11 +217,26 @@ def prepare_output_dir(output_dir: Path, resume: str | None) -> Path | None:
         return None
     if resume != "auto":
         checkpoint = Path(resume)
-        if latest_checkpoint(checkpoint.parent) is None or not (checkpoint / "trainer_state.json").exists():
+        if not all((checkpoint / name).exists() for name in (COMPLETE_MARK, TRAINER_STATE_NAME)):
             raise InputError(f"--resume_from_checkpoint {resume}: no complete checkpoint there; try auto")
         return checkpoint
     remove_incomplete(output_dir)
     return latest_checkpoint(output_dir)
+
+
+def has_ended(checkpoint: Path, max_steps: int) -> bool:
+    """Whether a run had taken its last step, or had stopped by `stop_when`, when it wrote `checkpoint`."""
+    state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    diagnostics = state.stateful_callbacks.get(PolicyDiagnostics.__name__, {"attributes": {}})
+    last_step = max_steps if max_steps > 0 else state.max_steps
+    return state.global_step >= last_step or diagnostics["attributes"].get("has_stopped", False)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of which no half is ever seen, whenever we are killed."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def write_run_files(output_dir: Path, groups: tuple, config: str, seed: int, settings: dict) -> None:
@@ -211,7 +255,9 @@ def write_run_files(output_dir: Path, groups: tuple, config: str, seed: int, set
             "commit": commit or "unknown",
             "python": platform.python_version(),
             "versions": {name: version(name) for name in packages},
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads",
+            "device": torch.cuda.get_device_name()
+            if torch.cuda.is_available()
+            else f"{torch.get_num_threads()} CPU threads",
             **settings,
         }
         (output_dir / RUN_FILE).write_text(json.dumps(run, indent=1) + "\n")
@@ -238,6 +284,20 @@ class StopOnSignal(TrainerCallback):
             control.should_training_stop = True
 
 
+DISK_ERRORS = ("No space left", "Disk quota exceeded", "Read-only file system", "PytorchStreamWriter failed writing")
+
+
+@contextmanager
+def disk_errors() -> Iterator[None]:
+    """One line for a disk that refuses, whatever was being written; torch and safetensors wrap it in their errors."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if not any(words in str(error) for words in DISK_ERRORS):
+            raise
+        raise InputError(f"the disk refuses ({error}); free space, then --resume_from_checkpoint auto") from error
+
+
 # The job ---------------------------------------------------------------------------------------------------------
 
 
@@ -249,7 +309,12 @@ def build_dataset(table, script: ScriptArguments, training: GRPOConfig, tokenize
         messages = fit_to_template(messages, tokenizer)
         check_prompt(prompt_token_ids(messages, tokenizer), tokenizer, context_tokens, training.max_completion_length)
         rows.append(
-            {"prompt": messages, "q_values": record["q_values"], "state": record["state"], "map": "|".join(record["grid"])}
+            {
+                "prompt": messages,
+                "q_values": record["q_values"],
+                "state": record["state"],
+                "map": "|".join(record["grid"]),
+            }
         )
     needed = training.generation_batch_size // training.num_generations
     if len(rows) < needed:
@@ -258,47 +323,58 @@ def build_dataset(table, script: ScriptArguments, training: GRPOConfig, tokenize
     return Dataset.from_list(rows)
 
 
-def warm_started(
-    model: PeftModel, tokenizer, reader: PolicyReader, table, script: ScriptArguments, training: GRPOConfig,
-    stop: StopOnSignal,
-) -> dict:  # fmt: skip
-    """Teach the answer format where `--warm_start` asks for it, or load what an interrupted run had taught."""
-    folder = Path(training.output_dir) / "warm_start"
-    if (folder / "report.json").exists():
-        model.load_adapter(str(folder), adapter_name="default", is_trainable=True)
+def format_taught(
+    model: PreTrainedModel, lora: LoraConfig, tokenizer, reader: PolicyReader, table, script: ScriptArguments,
+    training: GRPOConfig, stop: StopOnSignal,
+) -> tuple[PreTrainedModel, dict]:  # fmt: skip
+    """Teach the answer format where `--warm_start` asks for it, and merge it into the model.
+
+    GRPO then trains a fresh adapter on top: going on with the warm start's own made the first steps five times as
+    large and the policy state-blind for ten of them (LOG.md). Returns the model and what the warm start reported; an
+    interrupted run finds both in its folder.
+    """
+    folder = Path(training.output_dir) / WARM_START_FOLDER
+    report_file = folder / "report.json"
+    if report_file.exists():
         print("warm start: taken from the interrupted run")
-        return json.loads((folder / "report.json").read_text())
-    cells = list(zip(table["grid"], table["state"], strict=True))
-    if script.warm_start == "never":
-        return {"steps": 0}
-    if script.warm_start == "auto":
-        validity = sampled_format_validity(model, reader, cells)
-        print(f"warm start: {validity:.0%} of sampled completions are in form ({script.warm_start_threshold:.0%} needed)")
-        if validity >= script.warm_start_threshold:
-            return {"steps": 0, "format_validity": validity}
-    report = teach_format(
-        model,
-        tokenizer,
-        reader,
-        cells,
-        max_steps=script.warm_start_steps,
-        prompts_per_step=script.warm_start_prompts,
-        learning_rate=script.warm_start_learning_rate,
-        threshold=script.warm_start_threshold,
-        seed=training.seed,
-        should_stop=lambda: stop.received is not None,
-    )
-    if not stop.received:
-        model.save_pretrained(folder)
-        (folder / "report.json").write_text(json.dumps(report) + "\n")
-    return report
+        report = json.loads(report_file.read_text())
+    else:
+        cells = list(zip(table["grid"], table["state"], strict=True))
+        if script.warm_start == "never":
+            return model, {"steps": 0}
+        if script.warm_start == "auto":
+            validity = sampled_format_validity(model, reader, cells)
+            needed = script.warm_start_threshold
+            print(f"warm start: {validity:.0%} of sampled completions are in form ({needed:.0%} needed)")
+            if validity >= needed:
+                return model, {"steps": 0, "format_validity": validity}
+        student = get_peft_model(model, lora)
+        report = teach_format(
+            student,
+            tokenizer,
+            reader,
+            cells,
+            max_steps=script.warm_start_steps,
+            prompts_per_step=script.warm_start_prompts,
+            learning_rate=script.warm_start_learning_rate,
+            threshold=script.warm_start_threshold,
+            seed=training.seed,
+            should_stop=lambda: stop.received is not None,
+        )
+        if stop.received:
+            return model, report
+        student.save_pretrained(folder)
+        write_whole(report_file, json.dumps(report) + "\n")
+        model = student.unload()
+    return PeftModel.from_pretrained(model, folder).merge_and_unload(), report
 
 
+@disk_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     script, training, model_config, config = parse_arguments(sys.argv[1:] if argv is None else argv)
     hardware = "CUDA" if torch.cuda.is_available() else "no CUDA"
     print(f"{hardware}: {config} with {model_config.model_name_or_path}, seed {training.seed}", flush=True)
-    check_batches(training)
+    check_arguments(training, model_config)
     output_dir = Path(training.output_dir)
     if training.resume_from_checkpoint == "auto" and (output_dir / EVALUATION_FILE).exists():
         print(f"{output_dir} holds a finished run:\n{(output_dir / 'result.txt').read_text()}", end="")
@@ -316,11 +392,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         dtype=model_config.dtype or "bfloat16",
         attn_implementation=model_config.attn_implementation,
         quantization_config=quantization,
-        device_map={"": training.device.index or 0} if quantization is not None and training.device.type == "cuda" else None,
+        device_map={"": training.device.index or 0}
+        if quantization is not None and training.device.type == "cuda"
+        else None,
         revision=model_config.model_revision,
     )
+    adapters: list[Path] = []  # what the trained policy is made of, on top of the plain base model
+    if isinstance(model, PeftModel):
+        adapters.append(Path(model_config.model_name_or_path))
+        model = model.merge_and_unload()
     if quantization is None:
         model.to(training.device)
+    lora = get_peft_config(model_config)
+    try:
+        model = get_peft_model(model, lora).unload()  # a mistake in the names shows before anything is written
+    except ValueError as error:
+        raise InputError(f"--lora_target_modules {model_config.lora_target_modules}: {error}") from error
     context_tokens = model.config.get_text_config().max_position_embeddings
     dataset = build_dataset(table, script, training, tokenizer, context_tokens)
     reader = PolicyReader(tokenizer, script.is_slippery, script.observation, training.max_completion_length)
@@ -331,15 +418,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not untrained.exists():
         print("judging the untrained model")
         tables, validities = model_policies(model, reader, grids, "untrained", 0)
-        untrained.write_text(json.dumps([{k: [t.tolist() for t in v] for k, v in tables.items()}, validities]))
+        write_whole(untrained, json.dumps([{k: [t.tolist() for t in v] for k, v in tables.items()}, validities]))
 
-    model = model if isinstance(model, PeftModel) else get_peft_model(model, get_peft_config(model_config))
     steps_per_batch = training.steps_per_generation * training.num_iterations // training.gradient_accumulation_steps
     stop = StopOnSignal(max(1, steps_per_batch))
-    warm_start = warm_started(model, tokenizer, reader, table, script, training, stop)
+    model, warm_start = format_taught(model, lora, tokenizer, reader, table, script, training, stop)
     if stop.received:
         print(f"{stop.received} during the warm start: --resume_from_checkpoint auto begins it again")
         return EXIT_INTERRUPTED
+    set_seed(training.seed)  # the same first adapter, whether the warm start was now or before a kill
+    model = get_peft_model(model, lora)
+    if warm_start["steps"]:
+        adapters.append(output_dir / WARM_START_FOLDER)
 
     scale = AdvantageReward(script.reward_shape, script.optimal_bonus, script.cap_bonus)
     functions = reward_functions(scale)
@@ -361,6 +451,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     first_cell = (table["grid"][0], table["state"][0])
     examples = [tokenizer.encode(format_example(*first_cell, a), add_special_tokens=False) for a in range(len(ACTIONS))]
+    model.eval()  # under LoRA's dropout no two passes agree
     trainer.check_against_stock(reader.prompt(*first_cell), examples)
     lines = {
         f"reward/always {ACTIONS[constant_action]}": float(rewards_PA[:, constant_action].mean()),
@@ -372,14 +463,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         trainer.remove_callback(unwanted)
     for callback in (diagnostics, stop, MetricsFile(output_dir / "metrics.jsonl")):
         trainer.add_callback(callback)
-    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    if resume and has_ended(resume, training.max_steps):  # killed after the last step: the trainer would take one more
+        model.load_adapter(str(resume), adapter_name="default", is_trainable=True)
+        trainer.state = TrainerState.load_from_json(str(resume / TRAINER_STATE_NAME))
+        diagnostics.restore(trainer.state)
+    else:
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     if stop.received and trainer.state.global_step < trainer.state.max_steps:
-        print(f"{stop.received}: checkpoint of step {trainer.state.global_step} written; --resume_from_checkpoint auto goes on")
+        step = trainer.state.global_step
+        print(f"{stop.received}: checkpoint of step {step} written; --resume_from_checkpoint auto goes on")
         return EXIT_INTERRUPTED
 
-    trainer.save_model(str(output_dir))
-    tokenizer.save_pretrained(output_dir)
     trained = trainer.accelerator.unwrap_model(trainer.model)
+    trained.save_pretrained(output_dir / GRPO_FOLDER, selected_adapters=["default"])
+    base = load_model(trained.peft_config["default"].base_model_name_or_path, dtype=str(trained.dtype).split(".")[-1])
+    trained = join_adapters(base.to(training.device), [*adapters, output_dir / GRPO_FOLDER])
+    trained.save_pretrained(output_dir)
+    tokenizer.save_pretrained(output_dir)
+    set_seed(training.seed)  # the same samples, resumed or not
     tables, validities = model_policies(trained, reader, grids, "trained", script.samples_per_state)
     untrained_tables, untrained_validities = json.loads(untrained.read_text())
     untrained_tables = {name: [np.array(t) for t in rows] for name, rows in untrained_tables.items()}
@@ -392,7 +493,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         seed=training.seed,
     )
     summary = print_table(evaluated, f"{len(grids)} map(s), {'slippery' if script.is_slippery else 'not slippery'}")
-    verdict = f"verdict: {diagnostics.full_verdict()} (warm start {warm_start['steps']} steps, GRPO {trainer.state.global_step})"
+    steps = f"warm start {warm_start['steps']} steps, GRPO {trainer.state.global_step}"
+    verdict = f"verdict: {diagnostics.full_verdict()} ({steps})"
     print(verdict)
     print(f"saved {output_dir}: adapter, {RUN_FILE}, {CONFIG_FILE}, metrics.jsonl, {EVALUATION_FILE}, policy.png")
     (output_dir / "result.txt").write_text(f"{summary}{verdict}\n")

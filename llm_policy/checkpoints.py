@@ -1,4 +1,4 @@
-"""Which checkpoints are whole, so that a kill in the middle of a write costs the steps since the last one and no more."""
+"""Which checkpoints are whole: a kill in the middle of a write costs the steps since the last one and no more."""
 
 import shutil
 from collections.abc import Iterator
@@ -27,7 +27,8 @@ def written_whole(checkpoint: Path) -> Iterator[None]:
         kept = latest_checkpoint(checkpoint.parent)
         survivor = f"{kept.name} survives" if kept else "there is no earlier one"
         raise InputError(
-            f"{checkpoint}: could not be written ({error}); {survivor}. Free disk space, then --resume_from_checkpoint auto"
+            f"{checkpoint}: could not be written ({error}); {survivor}. "
+            "Free disk space, then --resume_from_checkpoint auto"
         ) from error
 
 

@@ -1,13 +1,15 @@
-"""What a training run says about itself: exact success while it learns, a verdict in words, a log that can be resumed."""
+"""What a training run says about itself: exact success while it learns, a verdict in words, a resumable log."""
 
 import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
+from transformers.trainer_callback import ExportableState
 
 from llm_policy.frozen_lake import ACTIONS, Grid, acting_states, default_horizon, lake_mdp
 from llm_policy.mdp import optimal_actions, optimal_q
@@ -29,11 +31,13 @@ def mutual_information(policies_SA: Sequence[np.ndarray], grids: Sequence[Grid])
 
 
 def policy_verdict(policies_SA: Sequence[np.ndarray], grids: Sequence[Grid], scores: Sequence[PolicyScore]) -> str:
-    """One line about greedy policies: state-blind, learned, or how far it came."""
+    """One line about greedy policies: random, state-blind, learned, or how far it came."""
     rows_NA = np.concatenate([p[acting_states(g)] for p, g in zip(policies_SA, grids, strict=True)])
     right, states = sum(s.optimal_states for s in scores), sum(s.acting_states for s in scores)
     percent = float(np.mean([s.percent_of_optimal for s in scores]))
     summary = f"{right}/{states} states, {percent:.0f} % of optimal"
+    if np.ptp(rows_NA, axis=1).max() < 1e-9:  # so does a model count that says nothing readable
+        return f"uniformly random in every state ({summary})"
     if len(set(rows_NA.argmax(1).tolist())) == 1 and states > 1:
         return f"state-blind: always {ACTIONS[int(rows_NA[0].argmax())]} ({summary})"
     if percent >= 99.95:
@@ -41,7 +45,7 @@ def policy_verdict(policies_SA: Sequence[np.ndarray], grids: Sequence[Grid], sco
     return f"partly learned: {summary}"
 
 
-class PolicyDiagnostics(TrainerCallback):
+class PolicyDiagnostics(TrainerCallback, ExportableState):
     """Judges the greedy policy exactly every `evaluate_steps` steps and stops the run when told to.
 
     Adds to the step's metrics: `policy/success_probability`, `policy/success_at_horizon`,
@@ -67,8 +71,18 @@ class PolicyDiagnostics(TrainerCallback):
         self.unanimous_since: int | None = None
         self.evaluation_seconds = 0.0
         self.verdict = "not judged"
+        self.has_stopped = False  # by `stop_when`
+
+    def state(self) -> dict:
+        """What a checkpoint keeps of it, so that a resumed run stops where it would have stopped."""
+        kept = ("unanimous_since", "verdict", "has_stopped")
+        return {"args": {}, "attributes": {name: getattr(self, name) for name in kept}}
+
+    def restore(self, state: TrainerState) -> None:
+        vars(self).update(state.stateful_callbacks.get(type(self).__name__, self.state())["attributes"])
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self.restore(state)
         self.started = time.perf_counter()
         writer = self._tensorboard_writer()
         if writer is not None:
@@ -89,9 +103,10 @@ class PolicyDiagnostics(TrainerCallback):
         if due or state.global_step == state.max_steps:
             scores = self.evaluate(state.global_step)
             if self.stop_when == "optimal" and min(s.percent_of_optimal for s in scores) >= 99.95:
-                control.should_training_stop = True
+                self.has_stopped = True
         if self.stop_when == "collapsed" and collapsed:
-            control.should_training_stop = True
+            self.has_stopped = True
+        control.should_training_stop |= self.has_stopped
 
     def evaluate(self, step: int) -> list[PolicyScore]:
         """Judge the greedy policy now, add the figures to the step's metrics and the picture to TensorBoard."""
@@ -140,7 +155,7 @@ class PolicyDiagnostics(TrainerCallback):
 class MetricsFile(TrainerCallback):
     """`metrics.jsonl`: one line a logged step, cut back to the checkpoint on resume; one short line on the terminal."""
 
-    SHOWN = {
+    SHOWN: ClassVar[dict[str, str]] = {
         "reward": "reward",
         "policy/success_probability": "success",
         "policy/optimal_states": "optimal states",
@@ -160,7 +175,9 @@ class MetricsFile(TrainerCallback):
             kept = [line for line in self.path.read_text().splitlines() if self._step(line) <= state.global_step]
         if kept:
             self.seconds_before = json.loads(kept[-1])["seconds"]
-        self.path.write_text("".join(f"{line}\n" for line in kept))
+        partial = self.path.with_suffix(".partial")
+        partial.write_text("".join(f"{line}\n" for line in kept))
+        partial.replace(self.path)
 
     @staticmethod
     def _step(line: str) -> float:
@@ -180,4 +197,6 @@ class MetricsFile(TrainerCallback):
         left = seconds / max(done, 1) * (state.max_steps - state.global_step) / 60
         shown = [f"{label} {logs[key]:.3g}" for key, label in self.SHOWN.items() if logs.get(key) is not None]
         width = len(str(state.max_steps))
-        print(f"step {state.global_step:{width}}/{state.max_steps}  {'  '.join(shown)}  {left:.1f} min left", flush=True)
+        print(
+            f"step {state.global_step:{width}}/{state.max_steps}  {'  '.join(shown)}  {left:.1f} min left", flush=True
+        )

@@ -145,7 +145,8 @@ class PolicyTrainer(GRPOTrainer):
         entropies_BT = torch.zeros_like(log_probabilities_BT)
         if not scored:  # nothing to learn from: a differentiable zero, and an entropy that the log leaves out
             zero = sum(p.sum() * 0.0 for p in model.parameters() if p.requires_grad)
-            return log_probabilities_BT + zero, torch.full_like(entropies_BT, torch.nan), None
+            entropies_BT.masked_fill_(attention_mask[:, -logits_to_keep:].bool(), torch.nan)
+            return log_probabilities_BT + zero, entropies_BT, None
 
         prompt_ids, prompt_mask = input_ids[:, :-logits_to_keep], attention_mask[:, :-logits_to_keep].bool()
         row_of = {index: row for row, index in enumerate(scored)}
@@ -172,7 +173,9 @@ class PolicyTrainer(GRPOTrainer):
 
         log_probabilities_BT = into_rows(completions, log_probabilities_BT.new_zeros(1))
         # Completions that skip the pass are given the mean entropy of the others: the metric stays their mean.
-        entropies_BT = into_rows(entropies, torch.cat(entropies).detach().mean().reshape(1)) if compute_entropy else None
+        entropies_BT = (
+            into_rows(entropies, torch.cat(entropies).detach().mean().reshape(1)) if compute_entropy else None
+        )
         return log_probabilities_BT, entropies_BT, None
 
     def _compute_loss(self, model, inputs):
@@ -183,6 +186,7 @@ class PolicyTrainer(GRPOTrainer):
             answers = self._answer_positions(inputs["completion_ids"], inputs["completion_mask"])
             inputs = {**inputs, "advantages": self._advantages_without_answers(inputs, answers)}
         only_advantages = self.beta == 0.0 and not self._entropy_bonus_enabled and not answers
+        only_advantages &= self.top_entropy_quantile == 1.0  # a quantile over all tokens, of skipped completions too
         self._skipped_B = inputs["advantages"].reshape(len(inputs["advantages"]), -1).eq(0).all(1)
         if not only_advantages or not model.training:
             self._skipped_B = None
@@ -293,7 +297,9 @@ class MergedCopy:
 
     def __init__(self, peft_model) -> None:
         self._layers = {
-            name: module for name, module in peft_model.get_base_model().named_modules() if isinstance(module, LoraLayer)
+            name: module
+            for name, module in peft_model.get_base_model().named_modules()
+            if isinstance(module, LoraLayer)
         }
         self._copy = copy.deepcopy(peft_model).unload()
         # TRL's fused head is an instance attribute that closes over the original model.

@@ -24,12 +24,16 @@ def policy_figure(grid: Grid, policies: Mapping[str, np.ndarray], optimal_SA: np
     """
     rows, columns = len(grid), len(grid[0])
     figure = Figure(figsize=(3.0 * len(policies) * max(1.0, columns / rows), 3.4), layout="constrained")
-    for axes, (title, policy_SA) in zip(figure.subplots(1, len(policies), squeeze=False)[0], policies.items(), strict=True):
+    for axes, (title, policy_SA) in zip(
+        figure.subplots(1, len(policies), squeeze=False)[0], policies.items(), strict=True
+    ):
         for row in range(rows):
             for column in range(columns):
                 letter = grid[row][column]
                 axes.add_patch(
-                    matplotlib.patches.Rectangle((column, row), 1, 1, facecolor=_CELL_COLOURS[letter], edgecolor="white")
+                    matplotlib.patches.Rectangle(
+                        (column, row), 1, 1, facecolor=_CELL_COLOURS[letter], edgecolor="white"
+                    )
                 )
                 axes.text(column + 0.08, row + 0.24, letter, fontsize=8, color="white" if letter == "H" else "#56708a")
         for state in acting_states(grid):

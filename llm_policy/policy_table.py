@@ -1,7 +1,7 @@
 """A model or a baseline -> its policy as a table, and the table's exact score beside the optimum.
 
-A policy table `policy_SA` has one row per cell of the map (terminal cells too, uniform there); rows sum to 1. It is what
-evaluation, baselines, policy search and pictures exchange.
+A policy table `policy_SA` has one row per cell of the map (terminal cells too, uniform there); rows sum to 1. It is
+what evaluation, baselines, policy search and pictures exchange.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,8 @@ class PolicyScore:
         regret: optimal_success - success_probability.
         optimal_success: of the best policy without a step limit.
         optimal_at_horizon: of the best policy that may depend on the step, within the limit.
-        optimal_states: acting states whose most probable action is optimal (discount `AGREEMENT_GAMMA`).
+        optimal_states: acting states whose most probable action is optimal (discount `AGREEMENT_GAMMA`); of several
+            equally probable ones, all.
         acting_states: cells from which the agent acts.
         format_validity: share of the completions in the asked form; None where no model was asked.
     """
@@ -59,6 +60,7 @@ def score_policy(
     optimum = float(optimal_return(mdp))
     states = acting_states(grid)
     best_SA = optimal_actions(optimal_q(mdp, AGREEMENT_GAMMA))
+    most_probable_SA = optimal_actions(policy_SA)
     return PolicyScore(
         success_probability=success,
         success_at_horizon=float(policy_return(mdp, policy_SA, horizon_steps=horizon_steps)),
@@ -66,7 +68,7 @@ def score_policy(
         regret=optimum - success,
         optimal_success=optimum,
         optimal_at_horizon=float(optimal_return(mdp, horizon_steps)),
-        optimal_states=int(best_SA[states, policy_SA[states].argmax(1)].sum()),
+        optimal_states=int((best_SA | ~most_probable_SA)[states].all(1).sum()),
         acting_states=len(states),
         horizon_steps=horizon_steps,
         format_validity=format_validity,
@@ -84,9 +86,7 @@ def constant_policy(states: int, action: int) -> np.ndarray:
 def best_constant_action(mdp: MDP, horizon_steps: int) -> int:
     """The action that, taken everywhere, reaches the goal most often: what a state-blind policy can earn."""
     states = mdp.rewards_SA.shape[0]
-    returns = [
-        policy_return(mdp, constant_policy(states, a), horizon_steps=horizon_steps) for a in range(len(ACTIONS))
-    ]
+    returns = [policy_return(mdp, constant_policy(states, a), horizon_steps=horizon_steps) for a in range(len(ACTIONS))]
     return int(np.argmax(returns))
 
 

@@ -1,16 +1,17 @@
 """Teaches the answer format and nothing else: supervised on well-formed replies whose actions are uniformly random.
 
 For every sampled state each of the four actions stands in the batch exactly once, so no label of the expert leaks: the
-best that the model can do is to answer in form and give all actions the same probability. GRPO then starts with readable
-answers and with variance in every group.
+best that the model can do is to answer in form and give all actions the same probability. GRPO then starts with
+readable answers and with variance in every group.
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from peft import PeftModel
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import add_fused_lm_head
 
 from llm_policy.completions import parse_completion
@@ -21,6 +22,7 @@ from prompts import format_example
 
 SAMPLED_PROMPTS = 32  # for the estimate of the format validity
 CHECK_EVERY_STEPS = 5
+PROMPTS_PER_PASS = 3  # a bound on memory; two cores are as fast with 3 as with 11
 
 
 def sampled_format_validity(model: PeftModel, reader: PolicyReader, cells: Sequence[tuple[Grid, int]]) -> float:
@@ -67,22 +69,26 @@ def teach_format(
     try:
         for step in progress:
             order = torch.randperm(len(cells), generator=generator)[:prompts_per_step].tolist()
-            batch = [(*cells[i], action) for i in order for action in range(len(ACTIONS))]
-            packed = pack_groups(
-                [reader.prompt(grid, state) for grid, state, _ in batch],
-                [tokenizer.encode(format_example(*cell), add_special_tokens=False) + end for cell in batch],
-                pad_token_id=tokenizer.pad_token_id,
-                device=device,
-            )
-            with torch.autocast(device.type, torch.bfloat16, enabled=base_model.dtype == torch.bfloat16):
-                log_probabilities_N, _ = packed_log_probabilities(model, base_model, packed)
-            loss = -log_probabilities_N.float().mean()
-            loss.backward()
+            loss = 0.0
+            for first in range(0, len(order), PROMPTS_PER_PASS):
+                chunk = order[first : first + PROMPTS_PER_PASS]
+                batch = [(*cells[i], action) for i in chunk for action in range(len(ACTIONS))]
+                packed = pack_groups(
+                    [reader.prompt(grid, state) for grid, state, _ in batch],
+                    [tokenizer.encode(format_example(*cell), add_special_tokens=False) + end for cell in batch],
+                    pad_token_id=tokenizer.pad_token_id,
+                    device=device,
+                )
+                with torch.autocast(device.type, torch.bfloat16, enabled=base_model.dtype == torch.bfloat16):
+                    log_probabilities_N, _ = packed_log_probabilities(model, base_model, packed)
+                chunk_loss = -log_probabilities_N.float().mean() * len(chunk) / len(order)
+                chunk_loss.backward()
+                loss += chunk_loss.item()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            report.update(steps=step, loss=loss.item())
-            progress.set_postfix(loss=f"{loss.item():.3f}", in_form=f"{report['format_validity']:.0%}")
+            report.update(steps=step, loss=loss)
+            progress.set_postfix(loss=f"{loss:.3f}", in_form=f"{report['format_validity']:.0%}")
             if should_stop():
                 break
             if step % CHECK_EVERY_STEPS == 0 or step == max_steps:
@@ -94,3 +100,20 @@ def teach_format(
         progress.close()
         vars(base_model).pop("forward", None)  # the fused head closes over settings of this stage only
     return report
+
+
+def join_adapters(base_model: PreTrainedModel, folders: Sequence[Path]) -> PeftModel:
+    """One LoRA adapter that does what those in `folders` do together: B A = [B1 B2 ...] [A1; A2; ...].
+
+    Its rank is the sum of their ranks. What GRPO learnt stands on the warm start; joined, one adapter on the plain base
+    model is all that a user of the policy has to load.
+    """
+    names = [f"part{i}" for i in range(len(folders))]
+    model = PeftModel.from_pretrained(base_model, folders[0], adapter_name=names[0])
+    for name, folder in zip(names[1:], folders[1:], strict=True):
+        model.load_adapter(folder, name)
+    model.add_weighted_adapter(names, [1.0] * len(names), "default", combination_type="cat")
+    model.set_adapter("default")
+    for name in names:
+        model.delete_adapter(name)
+    return model.eval()

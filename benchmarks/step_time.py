@@ -1,0 +1,209 @@
+"""Seconds, tokens and memory of one GRPO step: TRL's stock path beside this project's, alternating in one run.
+
+    python benchmarks/step_time.py                                            # embedded model, 11 prompts x 8, CPU
+    python benchmarks/step_time.py --group 16 --completion_tokens 128 --rounds 5
+    python benchmarks/step_time.py --gemma_2b --prompts 1 --group 16          # GPU: Gemma-2B's shape, random weights
+
+Same model, prompts, objective (`grpo`), completion lengths and rewards (random, so that every group has variance).
+Memory is taken in a process of its own for each path, for the allocator gives nothing back to the other.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, GemmaConfig, PrinterCallback, set_seed
+from trl import GRPOConfig
+
+from llm_policy.frozen_lake import CANONICAL_GRIDS, acting_states
+from llm_policy.grpo import PolicyTrainer
+from llm_policy.models import EMBEDDED_MODEL, load_model, load_tokenizer
+from prompts import fit_to_template, policy_messages
+
+PATHS = {"stock TRL": False, "packed": True}
+
+
+class Meter:
+    """Seconds in sampling and in the training pass, and tokens through the embedding, of one trainer."""
+
+    def __init__(self, trainer: PolicyTrainer) -> None:
+        self.sampling = self.training = 0.0
+        self.tokens = 0
+        trainer._generate_single_turn = self._timed(trainer._generate_single_turn, "sampling")
+        trainer._prepare_inputs = self._timed(trainer._prepare_inputs, "preparing")
+        trainer.training_step = self._timed(trainer.training_step, "training_step")
+        self.preparing = self.training_step = 0.0
+        self._count(trainer.model.get_input_embeddings())
+        if trainer._merged:  # the merged copy decodes: count what it computes too
+            refreshed = trainer._generate_single_turn
+            counted: list = []
+
+            def with_count(*args, **kwargs):
+                output = refreshed(*args, **kwargs)
+                if trainer._merged_copy is not None and not counted:
+                    counted.append(True)
+                    self._count(trainer._merged_copy._copy.get_input_embeddings())
+                return output
+
+            trainer._generate_single_turn = with_count
+
+    def _count(self, embedding: torch.nn.Module) -> None:
+        def hook(_module, arguments, _output):
+            self.tokens += arguments[0].numel()
+
+        embedding.register_forward_hook(hook)
+
+    def _timed(self, function, name: str):
+        def timed(*args, **kwargs):
+            synchronize()
+            started = time.perf_counter()
+            output = function(*args, **kwargs)
+            synchronize()
+            setattr(self, name, getattr(self, name) + time.perf_counter() - started)
+            return output
+
+        return timed
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def random_reward(completions, **_) -> list[float]:
+    return np.random.default_rng(len(completions)).random(len(completions)).tolist()
+
+
+def build(path: str, arguments: argparse.Namespace, folder: str) -> PolicyTrainer:
+    """One trainer on its own copy of the model; `path` is a key of `PATHS`."""
+    set_seed(0)
+    tokenizer = load_tokenizer(EMBEDDED_MODEL)
+    if arguments.gemma_2b:  # the real architecture at full size; time and memory do not depend on the weights
+        config = GemmaConfig(
+            vocab_size=256_000, hidden_size=2048, intermediate_size=16_384, num_hidden_layers=18,
+            num_attention_heads=8, num_key_value_heads=1, head_dim=256, max_position_embeddings=8192,
+            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+        )  # fmt: skip
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    else:
+        model = load_model(EMBEDDED_MODEL)
+    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+    grid = CANONICAL_GRIDS["4x4"]
+    states = (acting_states(grid) * arguments.prompts)[: arguments.prompts]
+    rows = [{"prompt": fit_to_template(policy_messages(grid, s, True), tokenizer)} for s in states]
+    completions = arguments.prompts * arguments.group
+    training = GRPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=completions // arguments.accumulation,
+        gradient_accumulation_steps=arguments.accumulation,
+        num_generations=arguments.group,
+        max_completion_length=arguments.completion_tokens,
+        generation_kwargs={"min_new_tokens": arguments.completion_tokens},
+        max_steps=1,
+        learning_rate=1e-5,
+        bf16=True,
+        use_cpu=not torch.cuda.is_available(),
+        gradient_checkpointing=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = PolicyTrainer(
+        model,
+        [random_reward],
+        training,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        packed=PATHS[path],
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def one_step(trainer: PolicyTrainer, meter: Meter) -> dict[str, float]:
+    """One optimiser step: seconds split into sampling, training pass and rest, and tokens computed."""
+    meter.sampling = meter.preparing = meter.training_step = 0.0
+    meter.tokens = 0
+    started = time.perf_counter()
+    trainer.train()
+    synchronize()
+    total = time.perf_counter() - started
+    training = meter.training_step - meter.preparing
+    return {
+        "seconds": total,
+        "sampling": meter.sampling,
+        "training_pass": training,
+        "rest": total - meter.sampling - training,
+        "tokens": float(meter.tokens),
+    }
+
+
+def peak_memory_gb(path: str) -> float:
+    """Peak memory of a fresh process that takes one step on `path`."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--only", path]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return float(output.strip().splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=11)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--completion_tokens", type=int, default=24)
+    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches a step")
+    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each path, after one to warm up")
+    parser.add_argument("--gemma_2b", action="store_true", help="Gemma-2B's architecture, random weights")
+    parser.add_argument("--output", help="JSON file for the figures")
+    parser.add_argument("--only", choices=list(PATHS), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.only:
+            trainer = build(arguments.only, arguments, folder)
+            trainer.train()
+            peak = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
+            print(peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
+            return
+        memory = {path: peak_memory_gb(path) for path in PATHS}
+        trainers = {path: build(path, arguments, folder) for path in PATHS}
+        meters = {path: Meter(trainer) for path, trainer in trainers.items()}
+        rounds: dict[str, list[dict[str, float]]] = {path: [] for path in PATHS}
+        for round_number in range(arguments.rounds + 1):
+            for path in PATHS:
+                figures = one_step(trainers[path], meters[path])
+                if round_number:
+                    rounds[path].append(figures)
+                    print(f"round {round_number} {path}: {figures['seconds']:.1f} s", flush=True)
+
+    medians = {path: {k: float(np.median([r[k] for r in rounds[path]])) for k in rounds[path][0]} for path in PATHS}
+    print(f"\n{'':16}{'s/step':>9}{'sampling':>10}{'training':>10}{'rest':>8}{'tokens':>9}{'peak GB':>9}")
+    for path, m in medians.items():
+        print(
+            f"{path:16}{m['seconds']:9.2f}{m['sampling']:10.2f}{m['training_pass']:10.2f}{m['rest']:8.2f}"
+            f"{m['tokens']:9.0f}{memory[path]:9.2f}"
+        )
+    ratios = [a["seconds"] / b["seconds"] for a, b in zip(rounds["stock TRL"], rounds["packed"], strict=True)]
+    spread = f"from {min(ratios):.2f} to {max(ratios):.2f}"
+    print(f"stock / packed, median of {len(ratios)} rounds: {np.median(ratios):.2f} ({spread})")
+    if arguments.output:
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
+        content = {"command": sys.argv[1:], "device": device, "torch": torch.__version__, "rounds": rounds,
+                   "medians": medians, "peak_memory_gb": memory, "ratio": float(np.median(ratios))}  # fmt: skip
+        Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
+        Path(arguments.output).write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

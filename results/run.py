@@ -1,0 +1,51 @@
+"""One reported result: fresh seeds of one configuration, their small files collected in results/NAME/.
+
+    python results/run.py --name canonical_slippery --config configs/laptop.yaml --seeds 1 2 3
+    python results/run.py --name ablation_kl --config configs/laptop.yaml --seeds 1 2 3 -- --beta 0.1
+
+Everything behind `--` goes to train_script.py. A killed call goes on where it stopped. results/NAME/command.txt holds
+the command, seed-N/ holds run.json (commit, versions, hardware), the resolved configuration, metrics.jsonl,
+evaluation.json, result.txt and the policy's picture.
+"""
+
+import argparse
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+KEPT = ("run.json", "resolved_config.yaml", "metrics.jsonl", "evaluation.json", "result.txt", "policy.png")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", required=True, help="folder under results/ and runs/")
+    parser.add_argument("--config", required=True, help="YAML file for train_script.py")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="fresh seeds, not those of tuning")
+    parser.add_argument("flags", nargs="*", help="after --: flags for train_script.py")
+    arguments = parser.parse_args()
+    target = ROOT / "results" / arguments.name
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "command.txt").write_text(shlex.join(["python", "results/run.py", *sys.argv[1:]]) + "\n")
+    for seed in arguments.seeds:
+        run = ROOT / "runs" / arguments.name / f"seed-{seed}"
+        command = [
+            sys.executable, "train_script.py", "--config", arguments.config, "--seed", str(seed),
+            "--output_dir", str(run.relative_to(ROOT)), "--resume_from_checkpoint", "auto", *arguments.flags,
+        ]  # fmt: skip
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        if code:
+            return code
+        for name in KEPT:
+            if (run / name).exists():
+                kept = target / f"seed-{seed}" / Path(name).name
+                kept.parent.mkdir(exist_ok=True)
+                shutil.copy(run / name, kept)
+    print(f"results/{arguments.name}: {len(arguments.seeds)} seeds")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""What several test modules need: one thread (tiny matrices gain nothing from more), and a tiny model that answers."""
+
+import functools
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import build_tiny_model
+
+from llm_policy.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
+from llm_policy.models import load_model, load_tokenizer
+from llm_policy.policy_table import PolicyReader
+from prompts import format_example
+
+torch.set_num_threads(1)
+
+
+def taught_model(folder: Path, architecture: str, steps: int = 120, **options) -> Path:
+    """A tiny model that answers in form, with any action: groups then have variance and runs have gradients."""
+    build_tiny_model(folder, architecture, **options)
+    model, tokenizer = load_model(folder, dtype="float32"), load_tokenizer(folder)
+    reader, grid = PolicyReader(tokenizer, is_slippery=True), CANONICAL_GRIDS["4x4"]
+    generator = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=5e-3)
+    states = acting_states(grid)
+    for _ in range(steps):
+        texts = []
+        for action in range(len(ACTIONS)):
+            state = states[int(torch.randint(len(states), (1,), generator=generator))]
+            reply = tokenizer.encode(format_example(grid, state, action), add_special_tokens=False)
+            texts.append((reader.prompt(grid, state), [*reply, tokenizer.eos_token_id]))
+        length = max(len(prompt) + len(reply) for prompt, reply in texts)
+        ids = torch.full((len(texts), length), tokenizer.pad_token_id)
+        labels = torch.full((len(texts), length), -100)
+        for i, (prompt, reply) in enumerate(texts):
+            ids[i, : len(prompt) + len(reply)] = torch.tensor(prompt + reply)
+            labels[i, len(prompt) : len(prompt) + len(reply)] = torch.tensor(reply)
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers():
+    """A training run in this process sets its own and leaves them."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def taught(tmp_path_factory) -> Callable[..., Path]:
+    """(architecture, further arguments of `build_tiny_model`) -> a taught model's folder, made once."""
+
+    @functools.cache
+    def get(architecture: str, **options) -> Path:
+        return taught_model(tmp_path_factory.mktemp("taught") / architecture, architecture, **options)
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def answering_llama(taught) -> Path:
+    return taught("llama")

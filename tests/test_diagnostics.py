@@ -1,0 +1,172 @@
+"""State-blindness as a number and in words; a log that survives kills."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from llm_policy.diagnostics import COLLAPSE_STEPS, MetricsFile, PolicyDiagnostics, mutual_information, policy_verdict
+from llm_policy.frozen_lake import CANONICAL_GRIDS, acting_states, lake_mdp
+from llm_policy.mdp import greedy_policy, optimal_q
+from llm_policy.policy_table import AGREEMENT_GAMMA, constant_policy, score_policy, uniform_policy
+
+GRID = CANONICAL_GRIDS["4x4"]
+FOUR_STATES = ("SFFFG",)
+EXPERT = greedy_policy(optimal_q(lake_mdp(GRID), AGREEMENT_GAMMA))
+
+
+def with_rows(grid, rows_PA) -> np.ndarray:
+    table_SA = uniform_policy(len(grid) * len(grid[0]))
+    table_SA[acting_states(grid)] = rows_PA
+    return table_SA
+
+
+INFORMATION = [
+    # State-blind, whatever the distribution: none
+    (constant_policy(16, 1), GRID, 0.0),
+    (uniform_policy(16), GRID, 0.0),
+    (np.full((16, 4), [0.7, 0.1, 0.1, 0.1]), GRID, 0.0),
+    # Four states, four actions: all there is
+    (with_rows(FOUR_STATES, np.eye(4)), FOUR_STATES, math.log(4)),
+    # Two states each for two actions
+    (with_rows(FOUR_STATES, np.eye(4)[[0, 0, 2, 2]]), FOUR_STATES, math.log(2)),
+    # The expert, one-hot: the entropy of its actions, 4 x LEFT, 2 x DOWN, 1 x RIGHT, 4 x UP
+    (EXPERT, GRID, -sum(n / 11 * math.log(n / 11) for n in (4, 2, 1, 4))),
+    # One state differs a little: a little
+    (with_rows(("SFG",), [[0.5, 0.5, 0, 0], [1, 0, 0, 0]]), ("SFG",), 0.2157615),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy_SA", "grid", "nats"), INFORMATION)
+def test_mutual_information(policy_SA, grid, nats):
+    assert mutual_information([policy_SA], [grid]) == pytest.approx(nats, abs=1e-6)
+    # Twice the same map tells nothing new
+    assert mutual_information([policy_SA] * 2, [grid] * 2) == pytest.approx(nats, abs=1e-6)
+
+
+def test_mutual_information_is_taken_over_all_maps_together():
+    tables = [constant_policy(2, action) for action in (0, 2)]
+    assert mutual_information(tables, [("SG",), ("SG",)]) == pytest.approx(math.log(2))
+
+
+VERDICTS = [
+    (EXPERT, "learned: 11/11 states, 100 % of optimal"),
+    (constant_policy(16, 1), "state-blind: always DOWN (2/11 states, 6 % of optimal)"),
+    # The same most probable action everywhere is state-blind, too, if less sure of itself
+    (np.full((16, 4), [0.1, 0.1, 0.7, 0.1]), "state-blind: always RIGHT (2/11 states, 3 % of optimal)"),
+    # What a model's policy is when no completion can be read
+    (uniform_policy(16), "uniformly random in every state (0/11 states, 2 % of optimal)"),
+    # The expert but for the last two states before the goal
+    (with_rows(GRID, [*EXPERT[acting_states(GRID)][:9], *np.eye(4)[[3, 3]]]), "partly learned: 9/11"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("policy_SA", "verdict"), VERDICTS)
+def test_verdict(policy_SA, verdict):
+    scores = [score_policy(GRID, True, policy_SA, 100)]
+    assert policy_verdict([policy_SA], [GRID], scores).startswith(verdict)
+
+
+def test_one_state_cannot_be_state_blind():
+    policy_SA, grid = constant_policy(2, 2), ("SG",)
+    assert policy_verdict([policy_SA], [grid], [score_policy(grid, False, policy_SA, 10)]).startswith("learned: 1/1")
+
+
+# Collapse ------------------------------------------------------------------------------------------------------
+
+
+def stopped_at(unanimous_shares: list[float], stop_when: str) -> tuple[int | None, str]:
+    """Feed one share of unanimous groups a step; the step at which the run is stopped, and the last verdict."""
+    trainer = SimpleNamespace(_metrics={"train": {"frac_reward_zero_std": [], "reward/random": []}})
+    diagnostics = PolicyDiagnostics(trainer, None, [GRID], 0, stop_when, {"reward/random": 0.7})
+    for step, share in enumerate(unanimous_shares, start=1):
+        trainer._metrics["train"]["frac_reward_zero_std"].append(share)
+        control = SimpleNamespace(should_training_stop=False)
+        diagnostics.on_step_end(None, SimpleNamespace(global_step=step, max_steps=1000), control)
+        if control.should_training_stop:
+            return step, diagnostics.full_verdict()
+    assert trainer._metrics["train"]["reward/random"] == [0.7] * len(unanimous_shares)
+    return None, diagnostics.full_verdict()
+
+
+COLLAPSES = [
+    # unanimous shares, option, step of the stop, what the verdict says
+    ([1.0] * 20, "collapsed", 1 + COLLAPSE_STEPS, "since step 1"),
+    ([1.0] * 20, "never", None, "since step 1"),
+    ([1.0] * 20, "optimal", None, "since step 1"),
+    ([0.5] * 20, "collapsed", None, "not judged"),
+    # One group with variance starts the count again
+    ([1.0, 1.0, 1.0, 0.9] * 5, "collapsed", None, "not judged"),
+    ([0.5, 1.0, 0.9] + [1.0] * 20, "collapsed", 4 + COLLAPSE_STEPS, "since step 4"),
+]
+
+
+@pytest.mark.parametrize(("shares", "stop_when", "step", "words"), COLLAPSES)
+def test_collapse(shares, stop_when, step, words):
+    stopped, verdict = stopped_at(shares, stop_when)
+    assert stopped == step
+    assert words in verdict
+
+
+# metrics.jsonl -------------------------------------------------------------------------------------------------
+
+
+def log_steps(path, resumed_from: int, last: int) -> MetricsFile:
+    """What a trainer does that resumes after step `resumed_from` and is killed after step `last`."""
+    callback = MetricsFile(path)
+    state = SimpleNamespace(global_step=resumed_from, max_steps=10, is_world_process_zero=True)
+    callback.on_train_begin(None, state, None)
+    for step in range(resumed_from + 1, last + 1):
+        state.global_step = step
+        callback.on_log(None, state, None, logs={"reward": step / 10})
+    return callback
+
+
+def steps_in(path) -> list[int]:
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+RESUMES = [
+    # what stands behind step 4 when the run resumes from the checkpoint of step 3
+    "",
+    # the last line is half written
+    '{"step": 5, "seconds": 1.0, "rew',
+    '{"step": 5, "seconds": 1.0, "rew\n',
+    "{",
+    "\n",
+    "\x00\x00\x00",
+]
+
+
+@pytest.mark.parametrize("rest", RESUMES)
+def test_metrics_are_cut_back_to_the_checkpoint(rest, tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    log_steps(path, 0, 4)
+    assert steps_in(path) == [1, 2, 3, 4]
+    path.write_text(path.read_text() + rest)
+    log_steps(path, 3, 6)
+    assert steps_in(path) == [1, 2, 3, 4, 5, 6]
+    assert capsys.readouterr().out.splitlines()[-1].startswith("step  6/10  reward 0.6")
+
+
+def test_seconds_go_on_after_a_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "seconds": 100.0}\n{"step": 2, "seconds": 200.0}\n')
+    log_steps(path, 1, 2)
+    assert 100 <= json.loads(path.read_text().splitlines()[-1])["seconds"] < 110
+
+
+def test_a_run_from_the_beginning_leaves_nothing_of_an_older_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log_steps(path, 0, 4)
+    log_steps(path, 0, 1)
+    assert steps_in(path) == [1]
+
+
+def test_the_trainers_closing_summary_is_no_step(tmp_path):
+    callback = log_steps(tmp_path / "metrics.jsonl", 0, 1)
+    state = SimpleNamespace(global_step=1, max_steps=1, is_world_process_zero=True)
+    callback.on_log(None, state, None, logs={"train_runtime": 1.0})
+    assert steps_in(callback.path) == [1]

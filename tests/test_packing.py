@@ -1,0 +1,181 @@
+import pytest
+import torch
+from tiny_policies import ARCHITECTURE_NAMES, plain_scores, random_policy, token_ids
+from transformers import MistralConfig, MistralForCausalLM
+from trl.trainer.utils import add_fused_lm_head
+
+from llm_policy.packing import Branch, PackedGroups, attention_mask, pack_groups, packed_log_probabilities
+
+ROUNDING = {"rtol": 1e-5, "atol": 2e-5}  # of float32 sums taken in another order
+
+LONG, SHORT, SINGLE = token_ids(30, seed=1), token_ids(7, seed=2), token_ids(1, seed=3)
+ANSWERS = [token_ids(length, seed=length) for length in (9, 1, 5, 4)]
+
+# (prompts, completions, branches, rows that they take)
+CASES = {
+    # one completion, as in an evaluation
+    "group of one": ([LONG], ANSWERS[:1], [], 1),
+    # completions of 9, 1 and 5 tokens behind one prompt (gemma3's window of 16 ends within it)
+    "ragged completions": ([LONG] * 3, ANSWERS[:3], [], 1),
+    # prompts of 30, 7 and 1 tokens: rows are padded; the single token leaves segment 0 empty
+    "ragged prompts": ([LONG, SHORT, SINGLE], ANSWERS[:3], [], 3),
+    # equal prompts that do not stand next to each other share a row, and the order of the scores stays
+    "scattered groups": ([LONG, SHORT, LONG, SHORT], ANSWERS, [], 2),
+    # one other token at the beginning, in the middle and at the end
+    "branches of one token": (
+        [LONG] * 2,
+        ANSWERS[:2],
+        [Branch(0, 0, (11,)), Branch(0, 4, (12,)), Branch(1, 0, (13,))],
+        1,
+    ),
+    # several tokens, several at one place, one longer than what it replaces, in two rows
+    "long branches": (
+        [LONG, SHORT],
+        [ANSWERS[0], ANSWERS[2]],
+        [Branch(0, 3, (11, 12, 13)), Branch(0, 3, (14, 15)), Branch(1, 4, tuple(LONG)), Branch(1, 0, (16, 17))],
+        2,
+    ),
+}
+
+
+def packed_scores(model, packed: PackedGroups, temperature: float = 1.0) -> list[torch.Tensor]:
+    """(T, 2) log-probabilities and entropies of each completion and branch. The model is left as it was."""
+    add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"))
+    try:
+        values_N2 = torch.stack(packed_log_probabilities(model, model, packed), dim=1)
+    finally:
+        del model.forward
+    completions, branches = packed.split(values_N2)
+    return completions + branches
+
+
+def expected_scores(model, prompts, completions, branches, temperature: float = 1.0) -> list[torch.Tensor]:
+    """The same from one plain row per completion and per branch."""
+    rows = [(prompt, completion, 0) for prompt, completion in zip(prompts, completions, strict=True)]
+    for branch in branches:
+        kept = completions[branch.completion][: branch.start]
+        rows.append((prompts[branch.completion], [*kept, *branch.token_ids], branch.start))
+    return [torch.stack(plain_scores(model, p, c, temperature), dim=1)[start:] for p, c, start in rows]
+
+
+def largest_difference(model, packed, expected) -> float:
+    return (torch.cat(packed_scores(model, packed)) - torch.cat(expected)).abs().max().item()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@torch.no_grad()
+def test_packed_scores_equal_plain_ones(architecture, case, temperature):
+    prompts, completions, branches, row_count = CASES[case]
+    model = random_policy(architecture)
+    packed = pack_groups(prompts, completions, branches)
+    assert len(packed.input_ids_PL) == row_count
+    found = packed_scores(model, packed, temperature)
+    expected = expected_scores(model, prompts, completions, branches, temperature)
+    torch.testing.assert_close(found, expected, **ROUNDING)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
+def test_gradients_flow_through_the_shared_prompt_as_through_plain_rows(architecture):
+    prompts, completions, branches, _ = CASES["long branches"]
+    model = random_policy(architecture)
+    packed = pack_groups([*prompts, LONG], [*completions, ANSWERS[3]], branches)
+
+    def gradients(scores):
+        """Of a sum in which every token's log-probability and entropy has a weight of its own."""
+        values = torch.cat(scores).flatten()
+        weights = torch.linspace(-1.0, 1.0, len(values))
+        return torch.autograd.grad((weights * values).sum(), list(model.parameters()))
+
+    found = gradients(packed_scores(model, packed))
+    expected = gradients(expected_scores(model, [*prompts, LONG], [*completions, ANSWERS[3]], branches))
+    for name, a, b in zip(dict(model.named_parameters()), found, expected, strict=True):
+        assert b.abs().max() > 0, name
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * b.abs().max().item(), msg=lambda m, n=name: f"{n}: {m}")
+
+
+def _blind_to_prompt(packed):
+    packed.visible_PLL[:, len(LONG) - 1 :, : len(LONG) - 1] = False
+
+
+def _without_segments(packed):
+    packed.visible_PLL[:] = torch.ones_like(packed.visible_PLL).tril()
+
+
+def _positions_that_go_on(packed):
+    packed.position_ids_PL[:] = torch.arange(packed.position_ids_PL.size(1))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
+@pytest.mark.parametrize("damage", [_blind_to_prompt, _without_segments, _positions_that_go_on])
+@torch.no_grad()
+def test_a_wrong_mask_or_position_shows(architecture, damage):
+    prompts, completions, branches, _ = CASES["ragged completions"]
+    model = random_policy(architecture)
+    packed = pack_groups(prompts, completions, branches)
+    expected = expected_scores(model, prompts, completions, branches)
+    assert largest_difference(model, packed, expected) < ROUNDING["atol"]
+    damage(packed)
+    assert largest_difference(model, packed, expected) > 0.05
+
+
+@torch.no_grad()
+def test_the_sliding_window_is_part_of_the_mask():
+    prompts, completions, branches, _ = CASES["ragged completions"]
+    model = random_policy("gemma3")
+    packed = pack_groups(prompts, completions, branches)
+    masks = attention_mask(model, packed)
+    assert set(masks) == {"full_attention", "sliding_attention"}
+    assert masks["sliding_attention"].sum() < masks["full_attention"].sum()
+    model.config.sliding_window = 15  # the plain rows keep 16: each layer has its own copy
+    expected = expected_scores(random_policy("gemma3"), prompts, completions, branches)
+    assert largest_difference(model, packed, expected) > 1e-3
+
+
+@pytest.mark.parametrize("case", ["ragged prompts", "long branches"])
+@torch.no_grad()
+def test_an_architecture_in_which_every_layer_slides(case):
+    prompts, completions, branches, _ = CASES[case]
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model = MistralForCausalLM(
+        MistralConfig(vocab_size=400, num_key_value_heads=2, sliding_window=8, initializer_range=0.3, **sizes)
+    ).eval()
+    packed = pack_groups(prompts, completions, branches)
+    assert isinstance(attention_mask(model, packed), torch.Tensor)
+    assert largest_difference(model, packed, expected_scores(model, prompts, completions, branches)) < ROUNDING["atol"]
+    model.config.sliding_window = None
+    assert largest_difference(model, packed, expected_scores(model, prompts, completions, branches)) < ROUNDING["atol"]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
+@torch.no_grad()
+def test_eager_attention_takes_the_mask_in_its_own_form(architecture):
+    prompts, completions, branches, _ = CASES["long branches"]
+    model = random_policy(architecture)
+    model.set_attn_implementation("eager")
+    packed = pack_groups(prompts, completions, branches)
+    assert largest_difference(model, packed, expected_scores(model, prompts, completions, branches)) < ROUNDING["atol"]
+
+
+def test_the_row_of_the_docstring():
+    packed = pack_groups([[1, 2, 3, 4, 5]] * 2, [[6, 7, 8], [6, 9]])
+    assert packed.input_ids_PL.tolist() == [[1, 2, 3, 4, 5, 6, 7, 5, 6]]
+    assert packed.position_ids_PL.tolist() == [[0, 1, 2, 3, 4, 5, 6, 4, 5]]
+    assert packed.predictor_N.tolist() == [4, 5, 6, 7, 8]
+    assert packed.labels_N.tolist() == [6, 7, 8, 6, 9]
+    assert packed.visible_PLL[0].int().tolist()[4:] == [
+        [1, 1, 1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0, 1, 0],  # the second completion does not see the first
+        [1, 1, 1, 1, 0, 0, 0, 1, 1],
+    ]
+
+
+def test_equal_prompts_share_their_computation():
+    apart = pack_groups([token_ids(100, seed=i) for i in range(8)], [token_ids(10)] * 8)
+    together = pack_groups([token_ids(100)] * 8, [token_ids(10)] * 8)
+    assert apart.input_ids_PL.numel() == 8 * 109
+    assert together.input_ids_PL.numel() == 99 + 8 * 10

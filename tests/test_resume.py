@@ -1,0 +1,346 @@
+"""A run that was stopped and resumed, at whatever moment, ends as one that never was: adapter, log and verdict.
+
+The runs are forked children of the test, for a process of their own costs six seconds of imports.
+"""
+
+import dataclasses
+import errno
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from test_train_script import metrics_of, small_run
+from transformers import Trainer, TrainerState
+
+import llm_policy.diagnostics
+import train_script
+from llm_policy.errors import EXIT_INPUT_ERROR, run_script
+from llm_policy.models import ROOT
+from train_script import EXIT_INTERRUPTED
+
+KILLED = -signal.SIGKILL
+TIMEOUT_SECONDS = 120
+
+NO_PICTURES = ("--report_to", "none")  # TensorBoard's take a while
+# Names of runs: further arguments. 11 states: five batches of two prompts an epoch, or two batches of four.
+SETTINGS = {
+    "plain": ("--max_steps", 4, "--save_steps", 2, "--evaluate_steps", 0, "--save_total_limit", 2),
+    # The checkpoints of steps 1 and 3 fall in the middle of an epoch
+    "accumulated": ("--max_steps", 3, "--save_steps", 1, "--gradient_accumulation_steps", 2, "--evaluate_steps", 0),
+    # Each batch of completions serves two steps
+    "reused": ("--max_steps", 4, "--save_steps", 2, "--num_iterations", 2, "--evaluate_steps", 0),
+    # Stops by itself at step 2: `pretend_optimal` says that it is there
+    "stopped": ("--max_steps", 6, "--save_steps", 1, "--evaluate_steps", 2, "--stop_when", "optimal"),
+    # TRL's own pass with a reference model and a rate that falls
+    "stock": (
+        *("--max_steps", 2, "--save_steps", 1, "--objective", "grpo", "--packed", "false", "--beta", 0.1),
+        *("--lr_scheduler_type", "cosine", "--evaluate_steps", 0),
+    ),
+}
+
+
+def run(arguments: list[str], log: Path, sabotage: Callable[[], None] = lambda: None) -> int:
+    """`train_script.py` with `arguments` in a forked child in which `sabotage` was called; its exit code."""
+    child = os.fork()
+    if child == 0:
+        code = 70
+        try:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+            sabotage()
+            if "stopped" in log.name:
+                pretend_optimal()
+            try:
+                run_script(lambda: train_script.main(arguments))
+            except SystemExit as leaving:
+                code = leaving.code
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    for _ in range(TIMEOUT_SECONDS * 50):
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise TimeoutError(f"no end after {TIMEOUT_SECONDS} s:\n{log.read_text()}")
+
+
+@pytest.fixture(scope="module")
+def never_interrupted(answering_llama, tmp_path_factory):
+    """Setting -> the folder of a run that nobody stopped; made once."""
+    folder, made = tmp_path_factory.mktemp("never_interrupted"), {}
+    # One run here, and the children inherit what it loaded; frozen, or each would copy all that it searches for garbage
+    assert train_script.main(small_run(answering_llama, folder / "here", *NO_PICTURES, *SETTINGS["plain"])) == 0
+    made["plain"] = folder / "here"
+    gc.collect()
+    gc.freeze()
+
+    def get(setting: str) -> Path:
+        if setting not in made:
+            out, log = folder / setting, folder / f"{setting}.log"
+            code = run(small_run(answering_llama, out, *NO_PICTURES, *SETTINGS[setting]), log)
+            assert code == 0, log.read_text()
+            made[setting] = out
+        return made[setting]
+
+    yield get
+    gc.unfreeze()
+
+
+def assert_same_end(out: Path, reference: Path) -> None:
+    adapter, expected = (load_file(folder / "adapter_model.safetensors") for folder in (out, reference))
+    assert adapter.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(adapter[name], expected[name])]
+    assert not different
+    lines, expected_lines = metrics_of(out), metrics_of(reference)
+    assert [line["step"] for line in lines] == [line["step"] for line in expected_lines]
+    for name in ("reward", "loss", "completions/mean_length", "policy/success_probability"):
+        assert [line.get(name) for line in lines] == [line.get(name) for line in expected_lines], name
+    assert (out / "result.txt").read_text() == (reference / "result.txt").read_text()
+    assert (out / "evaluation.json").read_text() == (reference / "evaluation.json").read_text()
+
+
+# Sabotage: what is done to a child before it starts ------------------------------------------------------------
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at_call(owner, name: str, number: int, act: Callable[..., None]) -> Callable[[], None]:
+    """`act(*arguments of the call)` in place of call `number` (from 1) of `owner.name`."""
+
+    def sabotage() -> None:
+        original, calls = getattr(owner, name), 0
+
+        def counted(*arguments, **options):
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                act(*arguments)
+            return original(*arguments, **options)
+
+        setattr(owner, name, counted)
+
+    return sabotage
+
+
+def killed_at_step(step: int) -> Callable[[], None]:
+    """Killed before the optimiser takes its step `step`; the warm start takes two."""
+    return at_call(torch.optim.AdamW, "step", step, lambda *_: kill())
+
+
+def killed_in_write(number: int) -> Callable[[], None]:
+    """Killed with a file half written. A checkpoint calls torch.save four times: arguments, optimiser, rate, RNG."""
+
+    def act(_, path):
+        Path(path).write_bytes(b"half")
+        kill()
+
+    return at_call(torch, "save", number, act)
+
+
+def signalled_at_step(step: int, number: signal.Signals) -> Callable[[], None]:
+    return at_call(torch.optim.AdamW, "step", step, lambda *_: os.kill(os.getpid(), number))
+
+
+def pretend_optimal() -> None:
+    score_policy = llm_policy.diagnostics.score_policy
+    llm_policy.diagnostics.score_policy = lambda *arguments: dataclasses.replace(
+        score_policy(*arguments), percent_of_optimal=100.0
+    )
+
+
+def disk_full(*_) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a file")
+
+
+def disk_full_in_safetensors(*_) -> None:
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def disk_full_in_torch(*_) -> None:
+    raise RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file data/0")
+
+
+# The tests -----------------------------------------------------------------------------------------------------
+
+KILLS = [
+    # setting, checkpoint that is whole afterwards (None: none), sabotage
+    # Before anything was learnt: while the untrained model is judged, and with its file half written
+    ("plain", None, at_call(train_script, "model_policies", 1, lambda *_: kill())),
+    ("plain", None, at_call(Path, "replace", 1, lambda *_: kill())),
+    # In the warm start, between its adapter and its report, and after it
+    ("plain", None, killed_at_step(2)),
+    ("plain", None, at_call(Path, "replace", 2, lambda *_: kill())),
+    ("plain", None, killed_at_step(2 + 1)),
+    # Before the first checkpoint, right after it
+    ("plain", None, killed_at_step(2 + 2)),
+    ("plain", 2, killed_at_step(2 + 3)),
+    # In the middle of a checkpoint, the second: its optimiser, RNG, trainer state
+    ("plain", 2, killed_in_write(4 + 2)),
+    ("plain", 2, killed_in_write(4 + 4)),
+    ("plain", 2, at_call(TrainerState, "save_to_json", 2, lambda *_: kill())),
+    # All is written but the mark
+    ("plain", 2, at_call(Path, "touch", 2, lambda *_: kill())),
+    # After the last step: the adapter's two parts are not yet joined; they are, but nothing was judged
+    ("plain", 4, at_call(PeftModel, "save_pretrained", 5, lambda *_: kill())),
+    ("plain", 4, at_call(train_script, "save_evaluation", 1, lambda *_: kill())),
+    # In the middle of an epoch and of an accumulation
+    ("accumulated", 1, killed_at_step(2 + 2)),
+    ("accumulated", 2, killed_in_write(2 * 4 + 3)),
+    ("accumulated", 3, at_call(train_script, "evaluate_policies", 1, lambda *_: kill())),
+    # With completions that serve several steps
+    ("reused", 2, killed_at_step(2 + 4)),
+    # After the run has stopped by itself: it must not go on to learn
+    ("stopped", 1, killed_at_step(2 + 2)),
+    ("stopped", 2, at_call(train_script, "evaluate_policies", 1, lambda *_: kill())),
+    ("stock", 1, killed_at_step(2 + 2)),
+]
+
+
+@pytest.mark.parametrize(("setting", "checkpoint", "sabotage"), KILLS)
+def test_kill(setting, checkpoint, sabotage, never_interrupted, answering_llama, tmp_path):
+    reference = never_interrupted(setting)
+    out, log = tmp_path / "out", tmp_path / f"{setting}.log"
+    arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS[setting])
+    assert run(arguments, log, sabotage) == KILLED
+    whole = train_script.latest_checkpoint(out)
+    assert (whole and whole.name) == (checkpoint and f"checkpoint-{checkpoint}")
+    assert run([*arguments, "--resume_from_checkpoint", "auto"], log) == 0, log.read_text()
+    assert_same_end(out, reference)
+
+
+def test_many_kills_in_one_run(never_interrupted, answering_llama, tmp_path):
+    out, log = tmp_path / "out", tmp_path / "plain.log"
+    arguments = [*small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["plain"]), "--resume_from_checkpoint", "auto"]
+    # In the warm start; after it; in the first checkpoint; after it; in the second checkpoint; in the last evaluation
+    steps = (killed_at_step(1), killed_at_step(2 + 1), killed_in_write(3), killed_at_step(3), killed_in_write(2))
+    for sabotage in (*steps, at_call(train_script, "evaluate_policies", 1, lambda *_: kill())):
+        assert run(arguments, log, sabotage) == KILLED
+    assert run(arguments, log) == 0, log.read_text()
+    assert_same_end(out, never_interrupted("plain"))
+
+
+SIGNALS = [
+    # setting, signal, optimiser step in which it comes, checkpoint that it leaves
+    ("plain", signal.SIGTERM, 2 + 1, 1),
+    ("plain", signal.SIGUSR1, 2 + 3, 3),
+    # In the first of two steps on the same completions: the checkpoint waits for the second
+    ("reused", signal.SIGUSR1, 2 + 1, 2),
+    # In the warm start: begun again
+    ("plain", signal.SIGTERM, 1, None),
+]
+
+
+@pytest.mark.parametrize(("setting", "number", "step", "checkpoint"), SIGNALS)
+def test_signal(setting, number, step, checkpoint, never_interrupted, answering_llama, tmp_path):
+    out, log = tmp_path / "out", tmp_path / f"{setting}.log"
+    arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS[setting])
+    assert run(arguments, log, signalled_at_step(step, number)) == EXIT_INTERRUPTED, log.read_text()
+    assert f"{number.name}: finishing the step, then a checkpoint" in log.read_text()
+    whole = train_script.latest_checkpoint(out)
+    assert (whole and whole.name) == (checkpoint and f"checkpoint-{checkpoint}")
+    assert run([*arguments, "--resume_from_checkpoint", "auto"], log) == 0, log.read_text()
+    assert_same_end(out, never_interrupted(setting))
+
+
+def test_signal_in_the_last_step_ends_the_run_as_usual(never_interrupted, answering_llama, tmp_path):
+    out, log = tmp_path / "out", tmp_path / "plain.log"
+    arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["plain"])
+    assert run(arguments, log, signalled_at_step(2 + 4, signal.SIGTERM)) == 0
+    assert_same_end(out, never_interrupted("plain"))
+
+
+def test_signal_to_the_real_command(answering_llama, tmp_path):
+    out = tmp_path / "out"
+    arguments = small_run(answering_llama, out, "--max_steps", 100_000, "--save_steps", 100_000, "--evaluate_steps", 0)
+    process = subprocess.Popen(
+        [sys.executable, "-u", "train_script.py", *arguments],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        assert any(line.startswith("step      2/100000") for line in process.stdout), process.stderr.read()
+        process.send_signal(signal.SIGTERM)
+        printed, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    finally:
+        process.kill()
+    assert process.returncode == EXIT_INTERRUPTED
+    step = train_script.latest_checkpoint(out).name.rpartition("-")[2]
+    assert f"SIGTERM: checkpoint of step {step} written; --resume_from_checkpoint auto goes on" in printed
+
+
+def test_resume_from_a_named_checkpoint(never_interrupted, answering_llama, tmp_path):
+    """Not from the last one: what came after it is done again."""
+    out, log = tmp_path / "out", tmp_path / "accumulated.log"
+    arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["accumulated"], "--save_total_limit", 10)
+    assert run(arguments, log, killed_at_step(2 + 3)) == KILLED
+    assert run([*arguments, "--resume_from_checkpoint", str(out / "checkpoint-1")], log) == 0, log.read_text()
+    assert_same_end(out, never_interrupted("accumulated"))
+
+
+DISKS = [
+    # checkpoint that survives, where the disk is full
+    # The second checkpoint's weights, optimiser
+    (2, at_call(Trainer, "_save", 2, disk_full_in_safetensors)),
+    (2, at_call(torch, "save", 4 + 2, disk_full_in_torch)),
+    # The first checkpoint's optimiser
+    (None, at_call(torch, "save", 2, disk_full)),
+    # The files before, between and after the checkpoints
+    (None, at_call(Path, "replace", 1, disk_full)),
+    (2, at_call(llm_policy.diagnostics.MetricsFile, "on_log", 3, disk_full)),
+    (4, at_call(PeftModel, "save_pretrained", 5, disk_full_in_safetensors)),
+    (4, at_call(train_script, "save_evaluation", 1, disk_full)),
+]
+
+
+@pytest.mark.parametrize(("checkpoint", "sabotage"), DISKS)
+def test_disk_full(checkpoint, sabotage, never_interrupted, answering_llama, tmp_path):
+    out, log = tmp_path / "out", tmp_path / "plain.log"
+    arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["plain"])
+    assert run(arguments, log, sabotage) == EXIT_INPUT_ERROR, log.read_text()
+    text = log.read_text()
+    assert "Traceback" not in text
+    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert "--resume_from_checkpoint auto" in line
+    assert any(words in line for words in train_script.DISK_ERRORS)
+    whole = train_script.latest_checkpoint(out)
+    assert (whole and whole.name) == (checkpoint and f"checkpoint-{checkpoint}")
+    assert run([*arguments, "--resume_from_checkpoint", "auto"], log) == 0, log.read_text()
+    assert_same_end(out, never_interrupted("plain"))
+
+
+def test_a_killed_run_is_not_overwritten_by_chance(answering_llama, tmp_path):
+    out, log = tmp_path / "out", tmp_path / "plain.log"
+    arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["plain"])
+    assert run(arguments, log, killed_at_step(2 + 3)) == KILLED
+    files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert run(arguments, log) == EXIT_INPUT_ERROR
+    assert "holds another run" in log.read_text()
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == files
+
+
+def test_different_seeds_end_differently(never_interrupted, answering_llama, tmp_path):
+    """Otherwise the comparisons above would prove nothing."""
+    out, log = tmp_path / "out", tmp_path / "plain.log"
+    assert run(small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["plain"], "--seed", 1), log) == 0
+    with pytest.raises(AssertionError):
+        assert_same_end(out, never_interrupted("plain"))
+    rewards = [json.dumps(line["reward"]) for line in metrics_of(never_interrupted("plain"))]
+    assert len(set(rewards)) > 1

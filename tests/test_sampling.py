@@ -1,0 +1,182 @@
+import copy
+
+import pytest
+import torch
+from tiny_policies import ARCHITECTURE_NAMES, add_random_adapter, fill_adapter, plain_scores, random_policy, token_ids
+from transformers import GenerationConfig
+
+from llm_policy.sampling import sample_completions
+
+GROUP = 3
+# Ragged, so that all but one are padded on the left; two are longer than gemma3's window of 16, one is one token over
+# what the prefill needs.
+PROMPTS = [token_ids(length, seed=length) for length in (40, 23, 9, 2)]
+
+
+def generation(**options) -> GenerationConfig:
+    """Free sampling of 8 tokens that nothing but the length ends."""
+    defaults = {"max_new_tokens": 8, "do_sample": True, "top_k": 0, "pad_token_id": 0, "eos_token_id": 399}
+    return GenerationConfig(**(defaults | options), disable_compile=True)
+
+
+GREEDY = {"do_sample": False, "top_k": None}
+
+
+def generated_alone(model, prompt: list[int], config: GenerationConfig) -> list[int]:
+    return model.generate(torch.tensor([prompt]), generation_config=config)[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
+def test_greedy_equals_generate_on_each_prompt_alone(architecture):
+    model = random_policy(architecture)
+    config = generation(**GREEDY, max_new_tokens=24)  # beyond the window, within the completion too
+    alone = [generated_alone(model, prompt, config) for prompt in PROMPTS]
+    assert len({tuple(completion) for completion in alone}) == len(PROMPTS)  # the model does look at its prompt
+    assert sample_completions(model, PROMPTS, config, GROUP) == [c for c in alone for _ in range(GROUP)]
+
+
+@pytest.mark.parametrize("rows_per_batch", [1, GROUP, 2 * GROUP + 1, 100])
+def test_the_batch_size_changes_nothing(rows_per_batch):
+    model, config = random_policy("llama"), generation(**GREEDY)
+    expected = [generated_alone(model, prompt, config) for prompt in PROMPTS for _ in range(GROUP)]
+    assert sample_completions(model, PROMPTS, config, GROUP, rows_per_batch) == expected
+
+
+def test_an_end_token_ends_its_completion_and_stays_in_it():
+    model = random_policy("llama")
+    free = [generated_alone(model, prompt, generation(**GREEDY)) for prompt in PROMPTS]
+    ends = [free[0][2], free[1][0]]
+    found = sample_completions(model, PROMPTS, generation(**GREEDY, eos_token_id=ends))
+    for completion, whole in zip(found, free, strict=True):
+        first = next((i for i, token in enumerate(whole) if token in ends), len(whole) - 1)
+        assert completion == whole[: first + 1]
+    assert [len(completion) for completion in found][:2] == [3, 1]
+    single = sample_completions(model, PROMPTS, generation(**GREEDY, eos_token_id=ends[0]))  # an int, not a list
+    assert single[0] == free[0][:3]
+
+
+def test_decoding_stops_when_all_rows_have_ended():
+    model = random_policy("llama")
+    free = [generated_alone(model, prompt, generation(**GREEDY)) for prompt in PROMPTS]
+    passes = []
+    handle = model.register_forward_hook(lambda *_: passes.append(1))  # the prefill runs the backbone alone
+    ends = [completion[1] for completion in free]
+    found = sample_completions(model, PROMPTS, generation(**GREEDY, eos_token_id=ends, max_new_tokens=100), GROUP)
+    handle.remove()
+    assert len(passes) == max(map(len, found)) <= 2
+
+
+def test_each_prompt_is_prefilled_once():
+    model = random_policy("llama")
+    shapes = []
+    handle = model.base_model.register_forward_hook(
+        lambda _module, _arguments, options, output: shapes.append(tuple(options["input_ids"].shape)), with_kwargs=True
+    )
+    sample_completions(model, PROMPTS, generation(max_new_tokens=2), GROUP)
+    handle.remove()
+    assert shapes == [(4, 39), (12, 1), (12, 1)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@torch.no_grad()
+def test_first_tokens_follow_the_softmax(temperature):
+    """Chi-square; tokens that are expected fewer than five times share a cell."""
+    model, samples = random_policy("llama"), 4000
+    torch.manual_seed(0)
+    config = generation(max_new_tokens=1, temperature=temperature)
+    drawn = sample_completions(model, PROMPTS[:2], config, samples, rows_per_batch=samples)
+    for i, prompt in enumerate(PROMPTS[:2]):
+        probabilities_V = (model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1)
+        tokens = torch.tensor(drawn[i * samples : (i + 1) * samples])[:, 0]
+        counts_V = tokens.bincount(minlength=len(probabilities_V)).double()
+        expected_V = samples * probabilities_V.double()
+        rare_V = expected_V < 5
+
+        def cells(values_V, rare_V=rare_V):
+            return torch.cat([values_V[~rare_V], values_V[rare_V].sum()[None]])
+
+        statistic = ((cells(counts_V) - cells(expected_V)) ** 2 / cells(expected_V)).sum()
+        freedom = torch.tensor(len(cells(counts_V)) - 1.0, dtype=torch.double)
+        assert freedom > 20
+        p_value = torch.special.gammaincc(freedom / 2, statistic / 2).item()
+        assert p_value > 0.001
+        # The test can fail: the same counts against the softmax of another temperature.
+        flatter_V = samples * (model(torch.tensor([prompt])).logits[0, -1] / temperature / 1.5).softmax(-1).double()
+        other = ((cells(counts_V) - cells(flatter_V)) ** 2 / cells(flatter_V)).sum()
+        assert torch.special.gammaincc(freedom / 2, other / 2).item() < 1e-6
+
+
+@torch.no_grad()
+def test_later_tokens_follow_their_own_prefix():
+    """Mean log-probability of the samples against its exact expectation, minus the entropies: within 4 errors."""
+    model, samples = random_policy("gemma3"), 300
+    torch.manual_seed(0)
+    drawn = sample_completions(model, PROMPTS[1:2], generation(max_new_tokens=4), samples, rows_per_batch=samples)
+    scores_ST2 = torch.stack([torch.stack(plain_scores(model, PROMPTS[1], c), dim=1) for c in drawn])
+    surprise_ST = scores_ST2[..., 0] + scores_ST2[..., 1]  # log p + entropy: mean 0 at every position
+    standard_errors_T = surprise_ST.std(0) / samples**0.5
+    assert (surprise_ST.mean(0).abs() < 4 * standard_errors_T).all()
+
+
+# Options that make sampling deterministic, or forbid what plain sampling does.
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-4}])
+def test_sampling_options_that_leave_the_best_token_only(options):
+    model = random_policy("llama")
+    greedy = sample_completions(model, PROMPTS, generation(**GREEDY), GROUP)
+    torch.manual_seed(0)
+    assert sample_completions(model, PROMPTS, generation(**options), GROUP) == greedy
+    assert sample_completions(model, PROMPTS, generation(), GROUP) != greedy
+
+
+def test_repetition_penalty_counts_the_prompt_too():
+    model = random_policy("llama")
+    config = generation(**GREEDY, repetition_penalty=50.0)
+    found = sample_completions(model, PROMPTS, config)
+    assert found == [generated_alone(model, prompt, config) for prompt in PROMPTS]
+    assert found != sample_completions(model, PROMPTS, generation(**GREEDY))
+    for prompt, completion in zip(PROMPTS, found, strict=True):
+        assert len({*prompt, *completion}) == len({*prompt}) + len(completion)  # nothing comes back
+
+
+# What a checkpoint ships with must not change what the caller asked for (Qwen2.5-Instruct: 1.1, 0.8, 20, 0.7).
+@pytest.mark.parametrize("shipped", [{"repetition_penalty": 50.0}, {"top_k": 1, "top_p": 0.1}, {"min_p": 1.0}])
+@pytest.mark.parametrize("asked", [{}, GREEDY])
+def test_options_that_the_checkpoint_ships_with_do_not_count(shipped, asked):
+    model = random_policy("llama")
+
+    def draw():
+        torch.manual_seed(0)
+        return sample_completions(model, PROMPTS, generation(**asked), GROUP)
+
+    model.generation_config = GenerationConfig()
+    expected = draw()
+    model.generation_config = GenerationConfig(**shipped)
+    assert draw() == expected
+    assert model.generation_config == GenerationConfig(**shipped)  # and they are still there afterwards
+
+
+def test_same_seed_same_samples():
+    model = random_policy("llama")
+
+    def draw(seed):
+        torch.manual_seed(seed)
+        return sample_completions(model, PROMPTS, generation(), GROUP)
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+    assert len({tuple(completion) for completion in draw(1)}) == len(PROMPTS) * GROUP
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_an_adapter_counts_and_the_mode_is_kept(architecture):
+    base = random_policy(architecture)
+    adapted = add_random_adapter(copy.deepcopy(base))
+    fill_adapter(adapted, 0.2)
+    config = generation(**GREEDY)
+    adapted.train()
+    found = sample_completions(adapted, PROMPTS, config)
+    assert adapted.training
+    adapted.eval()
+    assert found == [generated_alone(adapted, prompt, config) for prompt in PROMPTS]
+    assert not adapted.training
+    assert found != sample_completions(base, PROMPTS, config)

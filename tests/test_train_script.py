@@ -1,0 +1,383 @@
+"""The command from the first line to the files it leaves, on tiny models; and what it says to bad input."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from PIL import Image
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_models import build_tiny_model
+
+import evaluate_policy
+from llm_policy.errors import run_script
+from llm_policy.models import ROOT, load_model, load_tokenizer
+from train_script import GRPO_FOLDER, WARM_START_FOLDER, main, parse_arguments, resolved_config
+
+LAPTOP = str(ROOT / "configs/laptop.yaml")
+CSV = ROOT / "expert_demos_batched_avg_q.csv"
+LOGGED = (
+    "loss", "grad_norm", "learning_rate", "reward", "reward_std", "frac_reward_zero_std", "entropy",
+    "rewards/combined_reward/mean", "rewards/format_reward/mean", "rewards/advantage_reward/mean",
+    "reward/uniform policy", "reward/optimal policy", "completions/mean_length",
+)  # fmt: skip
+JUDGED = (
+    "policy/success_probability", "policy/success_at_horizon", "policy/percent_of_optimal", "policy/optimal_states",
+    "policy/format_validity", "policy/mutual_information", "time/evaluation_share",
+)  # fmt: skip
+
+
+def small_run(model: Path, output_dir: Path, *more: str) -> list[str]:
+    """Arguments of a run of two steps, a second or two long; what stands in `more` wins."""
+    options = {
+        "config": LAPTOP, "model_name_or_path": model, "output_dir": output_dir, "dtype": "float32", "bf16": "false",
+        "max_steps": 2, "save_steps": 1, "evaluate_steps": 1, "stop_when": "never", "per_device_train_batch_size": 8,
+        "gradient_accumulation_steps": 1, "num_generations": 4, "max_completion_length": 32, "warm_start": "always",
+        "warm_start_steps": 2, "warm_start_prompts": 2, "samples_per_state": 1, "episodes": 10,
+    }  # fmt: skip
+    return [text for name, value in options.items() for text in (f"--{name}", str(value))] + [str(m) for m in more]
+
+
+def metrics_of(output_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def adapters_of(*folders: Path) -> list[dict[str, torch.Tensor]]:
+    return [load_file(folder / "adapter_model.safetensors") for folder in folders]
+
+
+# A run and its files -------------------------------------------------------------------------------------------
+
+
+RUNS = {
+    # name: (architecture, its options, further arguments)
+    "expected": ("llama", {}, ()),
+    "expected, gemma": ("gemma", {}, ()),
+    "expected, actions of several tokens": ("llama", {"split_actions": True}, ()),
+    "grpo": ("llama", {}, ("--objective", "grpo")),
+    "grpo through TRL's own pass, gemma": ("gemma", {}, ("--objective", "grpo", "--packed", "false")),
+}
+
+
+@pytest.fixture(scope="module", params=RUNS.values(), ids=RUNS)
+def finished_run(request, taught, tmp_path_factory):
+    architecture, options, more = request.param
+    model, out = taught(architecture, **options), tmp_path_factory.mktemp("run") / "out"
+    arguments = small_run(model, out, *more)
+    assert main(arguments) == 0
+    return model, out, arguments
+
+
+def test_adapter_and_tokenizer(finished_run):
+    model_folder, out, _ = finished_run
+    model, tokenizer = load_model(out, dtype="float32"), load_tokenizer(out)
+    weights = load_file(out / "adapter_model.safetensors")
+    assert len(weights) == 2 * 7 * 2  # A and B of seven linear layers in each of two blocks
+    assert {min(weight.shape) for weight in weights.values()} == {16 + 16}  # the ranks of warm start and GRPO
+    assert any(weight.abs().max() > 0 for name, weight in weights.items() if "lora_B" in name)
+    base = load_model(model_folder, dtype="float32")
+    token_ids = torch.tensor([[5, 6, 7]])
+    assert not torch.equal(model.eval()(token_ids).logits, base.eval()(token_ids).logits)
+    assert tokenizer.chat_template == load_tokenizer(model_folder).chat_template
+
+
+def test_adapter_moved_in_the_steps_and_not_only_in_the_warm_start(finished_run):
+    _, out, _ = finished_run
+    first, second, last = adapters_of(out / "checkpoint-1", out / "checkpoint-2", out / GRPO_FOLDER)
+    assert any(not torch.equal(first[name], second[name]) for name in last)
+    assert all(torch.equal(second[name], last[name]) for name in last)
+    (taught,) = adapters_of(out / WARM_START_FOLDER)
+    for learnt in (taught, last):
+        assert any(weight.abs().max() > 0 for name, weight in learnt.items() if "lora_B" in name)
+
+
+def test_adapter_is_what_was_learnt_on_top_of_the_warm_start(finished_run):
+    model_folder, out, _ = finished_run
+    taught = PeftModel.from_pretrained(load_model(model_folder, dtype="float32"), out / WARM_START_FOLDER)
+    learnt = PeftModel.from_pretrained(taught.merge_and_unload(), out / GRPO_FOLDER)
+    token_ids = torch.tensor([[5, 6, 7]])
+    logits, expected = (m.eval()(token_ids).logits for m in (load_model(out, dtype="float32"), learnt))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_resolved_config_repeats_the_run(finished_run):
+    _, out, arguments = finished_run
+    config = yaml.safe_load((out / "resolved_config.yaml").read_text())
+    assert (config["max_steps"], config["save_steps"], config["num_generations"]) == (2, 1, 4)
+    *first, _ = parse_arguments(arguments)
+    *again, path = parse_arguments(["--config", str(out / "resolved_config.yaml")])
+    assert path == str(out / "resolved_config.yaml")
+    for one, other in zip(first, again, strict=True):
+        assert str(one) == str(other)
+
+
+def test_run_json(finished_run):
+    _, out, _ = finished_run
+    run = json.loads((out / "run.json").read_text())
+    assert (run["config"], run["seed"], run["observation"]) == ("laptop.yaml", 0, "coordinates")
+    assert (run["map"], run["is_slippery"]) == (["SFFF", "FHFH", "FFFH", "HFFG"], True)
+    assert run["versions"]["torch"] == torch.__version__
+    assert len(run["commit"]) in (len("unknown"), 40)
+
+
+def test_metrics(finished_run):
+    _, out, arguments = finished_run
+    lines = metrics_of(out)
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        for name in (*LOGGED, *JUDGED):
+            assert math.isfinite(line[name]), name
+        assert line["rewards/format_reward/mean"] > 0.3, "the taught model answers in form"
+        assert line["reward"] == pytest.approx(line["rewards/combined_reward/mean"])
+        combined = (line["rewards/format_reward/mean"] + line["rewards/advantage_reward/mean"]) / 2
+        assert combined == pytest.approx(line["rewards/combined_reward/mean"], abs=1e-6)
+        assert 0 <= line["policy/success_probability"] <= 14 / 17 + 1e-9
+    if "grpo" not in arguments:
+        assert all(0 <= line["action/entropy"] <= math.log(4) + 1e-6 for line in lines)
+
+
+def test_tensorboard(finished_run):
+    _, out, _ = finished_run
+    (event_file,) = out.rglob("events.out.tfevents.*")
+    events = EventAccumulator(str(event_file), {"images": 0}).Reload()
+    assert [event.step for event in events.Images("policy")] == [1, 2]
+    assert events.Images("policy")[0].encoded_image_string.startswith(b"\x89PNG")
+    scalars = events.Tags()["scalars"]
+    assert {f"train/{name}" for name in (*LOGGED, *JUDGED)} <= set(scalars)
+
+
+def test_evaluation(finished_run):
+    _, out, _ = finished_run
+    judged = {p["policy"]: p for p in json.loads((out / "evaluation.json").read_text())["policies"]}
+    assert list(judged) == [
+        "optimal", "uniform random", "best constant action (DOWN)",
+        "untrained, greedy", "trained, greedy", "trained, sampled",
+    ]  # fmt: skip
+    assert judged["optimal"]["success_probability"] == pytest.approx(14 / 17, abs=1e-6)
+    assert judged["trained, greedy"]["success_probability"] == pytest.approx(
+        metrics_of(out)[-1]["policy/success_probability"]
+    )
+    result = (out / "result.txt").read_text()
+    assert "0.8235" in result
+    assert result.splitlines()[-1].startswith("verdict: ")
+    assert "warm start 2 steps, GRPO 2" in result
+    with Image.open(out / "policy.png") as picture:
+        picture.load()
+        assert picture.width > picture.height > 300
+
+
+def test_a_finished_run_is_shown_again_and_not_trained(finished_run, capsys):
+    _, out, arguments = finished_run
+    files = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
+    assert main([*arguments, "--resume_from_checkpoint", "auto"]) == 0
+    printed = capsys.readouterr().out
+    assert "holds a finished run" in printed
+    assert (out / "result.txt").read_text() in printed
+    assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == files
+
+
+def test_evaluate_policy_reads_the_run(finished_run, capsys):
+    _, out, _ = finished_run
+    arguments = ["--samples_per_state", "0", "--max_completion_length", "32", "--dtype", "float32", "--episodes", "10"]
+    assert evaluate_policy.main(["--policies", str(out), *arguments, "--output_dir", str(out / "again")]) == 0
+    again = json.loads((out / "again/evaluation.json").read_text())["policies"][-1]
+    first = json.loads((out / "evaluation.json").read_text())["policies"][4]
+    assert (again["policy"], first["policy"]) == (f"{out}, greedy", "trained, greedy")
+    assert again["policy_SA"] == first["policy_SA"]
+    capsys.readouterr()
+
+
+# Other ways to begin -------------------------------------------------------------------------------------------
+
+
+def test_the_real_command(answering_llama, tmp_path):
+    command = [sys.executable, "train_script.py", *small_run(answering_llama, tmp_path / "out", "--max_steps", "1")]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=one_thread, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == f"no CUDA: {LAPTOP} with {answering_llama}, seed 0" or torch.cuda.is_available()
+    assert any(line.startswith("verdict: ") for line in lines)
+    assert (tmp_path / "out/evaluation.json").exists()
+
+
+def test_same_seed_same_adapter_other_seed_another(answering_llama, tmp_path):
+    for name, seed in (("one", 0), ("two", 0), ("other", 1)):
+        assert main(small_run(answering_llama, tmp_path / name, "--seed", seed, "--max_steps", 1)) == 0
+    one, two, other = adapters_of(*(tmp_path / name for name in ("one", "two", "other")))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_auto_on_an_empty_folder_begins(answering_llama, tmp_path):
+    arguments = small_run(answering_llama, tmp_path / "out", "--max_steps", 1, "--resume_from_checkpoint", "auto")
+    assert main(arguments) == 0
+    assert [line["step"] for line in metrics_of(tmp_path / "out")] == [1]
+
+
+def test_warm_start_auto_leaves_out_what_is_not_needed(answering_llama, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = small_run(answering_llama, out, "--max_steps", 1, "--warm_start", "auto")
+    assert main([*arguments, "--warm_start_threshold", "0.5"]) == 0
+    assert "of sampled completions are in form (50% needed)" in capsys.readouterr().out
+    assert not (out / "warm_start").exists()
+    assert "warm start 0 steps" in (out / "result.txt").read_text()
+
+
+def test_an_adapter_can_be_trained_further(answering_llama, tmp_path):
+    assert main(small_run(answering_llama, tmp_path / "first", "--max_steps", 1)) == 0
+    arguments = small_run(tmp_path / "first", tmp_path / "second", "--max_steps", 1, "--warm_start", "never")
+    assert main(arguments) == 0
+    first, second = adapters_of(tmp_path / "first", tmp_path / "second")
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+def test_few_states_are_repeated_to_fill_a_batch(answering_llama, tmp_path, capsys):
+    path = tmp_path / "two.csv"
+    path.write_text("\n".join(CSV.read_text().splitlines()[:2]) + "\n")
+    arguments = small_run(answering_llama, tmp_path / "out", "--expert_csv", path, "--max_steps", 1)
+    assert main(arguments) == 0
+    assert "1 states for 2 prompts a batch: states are repeated" in capsys.readouterr().out
+
+
+def test_stop_when_collapsed(tmp_path):
+    """A model that never answers in form: all groups are unanimous from the first step."""
+    model = build_tiny_model(tmp_path / "model")
+    arguments = small_run(model, tmp_path / "out", "--max_steps", 20, "--stop_when", "collapsed", "--evaluate_steps", 0)
+    assert main([*arguments, "--max_completion_length", "4", "--save_strategy", "no"]) == 0
+    assert [line["step"] for line in metrics_of(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
+    assert "collapsed: 100 % unanimous groups since step 1" in (tmp_path / "out/result.txt").read_text()
+
+
+def test_optional_arguments_survive_the_resolved_config(tmp_path):
+    arguments = ["--lr_scheduler_type", "cosine", "--lr_scheduler_kwargs", '{"num_cycles": 2}', "--beta", "0.1"]
+    arguments += ["--reward_weights", "0.5", "0.3", "0.2", "--lora_target_modules", "q_proj", "v_proj"]
+    *groups, _ = parse_arguments(["--config", LAPTOP, *arguments])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(resolved_config(*groups)))
+    *again, _ = parse_arguments([f"--config={tmp_path}/config.yaml"])
+    for one, other in zip(groups, again, strict=True):
+        assert str(one) == str(other)
+
+
+# Bad input -----------------------------------------------------------------------------------------------------
+
+CONFIGS = {
+    "unknown_key.yaml": "model_name_or_path: m\nlearning_rte: 1\n",
+    "not_yaml.yaml": "a: [1\nb: }",
+    "list.yaml": "- a\n- b\n",
+    "empty.yaml": "",
+    "bad_value.yaml": "reward_shape: softmax\n",
+}
+HEADER, ROW, *_ = CSV.read_text().splitlines()
+CSVS = {
+    "nan.csv": f"{HEADER}\n{ROW}\n{ROW.replace('0.5277624262', 'nan', 1)}\n",
+    "no_column.csv": f"{HEADER.replace('q_value_up', 'q')}\n{ROW}\n",
+    "no_rows.csv": f"{HEADER}\n",
+    "action.csv": f"{HEADER}\n{ROW.replace(',0,LEFT', ',7,LEFT')}\n",
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """model/, another run in other/, a file, an empty model folder, a half checkpoint, configs and CSVs."""
+    tmp = tmp_path_factory.mktemp("places")
+    build_tiny_model(tmp / "model")
+    for name, text in (CONFIGS | CSVS).items():
+        (tmp / name).write_text(text)
+    (tmp / "file").write_text("kept")
+    (tmp / "empty").mkdir()
+    for name in ("other/checkpoint-1", "other/checkpoint-2", "half/checkpoint-3"):
+        (tmp / name).mkdir(parents=True)
+        (tmp / name / "trainer_state.json").write_text("{}")
+    (tmp / "other/checkpoint-1/COMPLETE").touch()
+    (tmp / "other/resolved_config.yaml").write_text("seed: 1\n")
+    return tmp
+
+
+BAD_INPUT = [
+    # further arguments, what the line names: {tmp} is the folder of `places`
+    # Flags and configurations
+    (["--learning_rte", "1"], "--learning_rte"),
+    (["stray"], "stray"),
+    (["--learning_rate", "high"], "'high'"),
+    (["--config"], "--config: expected the path of a YAML file"),
+    (["--config", "{tmp}/nowhere.yaml"], "--config {tmp}/nowhere.yaml: no such file"),
+    (["--config", "{tmp}/unknown_key.yaml"], "learning_rte"),
+    (["--config", "{tmp}/not_yaml.yaml"], "{tmp}/not_yaml.yaml"),
+    (["--config", "{tmp}/list.yaml"], "{tmp}/list.yaml must contain a YAML mapping"),
+    (["--config", "{tmp}/empty.yaml"], "{tmp}/empty.yaml must contain a YAML mapping"),
+    (["--config", "{tmp}"], "{tmp}"),
+    (["--config", "{tmp}/bad_value.yaml"], "--reward_shape 'softmax'"),
+    # Values
+    (["--reward_shape", "softmax"], "--reward_shape 'softmax': expected one of minmax, gap, rank"),
+    (["--objective", "ppo"], "--objective 'ppo': expected one of expected, grpo"),
+    (["--observation", "pixels"], "--observation 'pixels': expected one of grid, coordinates, neighbours"),
+    (["--warm_start", "sometimes"], "--warm_start 'sometimes': expected one of auto, always, never"),
+    (["--stop_when", "bored"], "--stop_when 'bored': expected one of optimal, collapsed, never"),
+    (["--warm_start_steps", "0"], "--warm_start_steps 0: expected at least 1"),
+    (["--evaluate_steps", "-1"], "--evaluate_steps -1: expected at least 0"),
+    (["--max_steps", "0"], "--max_steps: expected at least 1"),
+    (["--objective", "expected", "--packed", "false"], "--packed true"),
+    (["--use_peft", "false"], "--use_peft"),
+    (["--lora_target_modules", "nonsense"], "--lora_target_modules"),
+    (["--loss_type", "nonsense"], "nonsense"),
+    (["--scale_rewards", "nonsense"], "nonsense"),
+    (["--dtype", "int3"], "'int3'"),
+    # Sizes
+    (["--per_device_train_batch_size", "6"], "num_generations (4)"),
+    (["--num_generations", "1"], "at least 2 generations"),
+    (["--reward_weights", "1", "1"], "--reward_weights [1.0, 1.0]: expected one for each of combined_reward, "),
+    (["--num_iterations", "2", "--save_steps", "1"], "--save_steps 1: expected a multiple of 2"),
+    (["--max_completion_length", "500"], "--max_completion_length 500 exceed the model's context of 512 tokens"),
+    # The expert
+    (["--expert_csv", "{tmp}/nowhere.csv"], "{tmp}/nowhere.csv: no such file"),
+    (["--expert_csv", "{tmp}"], "{tmp}: is a folder"),
+    (["--expert_csv", "{tmp}/nan.csv"], "{tmp}/nan.csv: line 3, column q_value_"),
+    (["--expert_csv", "{tmp}/no_column.csv"], "column q_value_up is missing"),
+    (["--expert_csv", "{tmp}/no_rows.csv"], "{tmp}/no_rows.csv: has a header and no rows"),
+    (["--expert_csv", "{tmp}/action.csv"], "'7' is no action"),
+    # The model
+    (["--model_name_or_path", "{tmp}/nowhere"], "{tmp}/nowhere: no such folder"),
+    (["--model_name_or_path", "{tmp}/empty"], "{tmp}/empty: is an empty folder"),
+    (["--model_name_or_path", "{tmp}/file"], "{tmp}/file: is a file"),
+    # The output folder
+    (["--output_dir", "{tmp}/other"], "--output_dir {tmp}/other: holds another run"),
+    (["--output_dir", "{tmp}/half"], "--output_dir {tmp}/half: holds another run"),
+    (["--output_dir", "{tmp}/file"], "--output_dir {tmp}/file: is a file"),
+    (["--output_dir", "{tmp}/file/sub"], "--output_dir {tmp}/file/sub: cannot be written"),
+    (["--output_dir", "/proc/no"], "--output_dir /proc/no: cannot be written"),
+    # Resuming
+    (["--resume_from_checkpoint", "yes"], "--resume_from_checkpoint yes: no complete checkpoint there; try auto"),
+    (["--resume_from_checkpoint", "{tmp}/nowhere/checkpoint-1"], "no complete checkpoint there"),
+    # half written, beside a whole one
+    (["--resume_from_checkpoint", "{tmp}/other/checkpoint-2"], "no complete checkpoint there"),
+    (["--resume_from_checkpoint", "auto", "--output_dir", "{tmp}/file"], "is a file"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "message"), BAD_INPUT, ids=[" ".join(more) for more, _ in BAD_INPUT])
+def test_bad_input_is_one_line_and_writes_nothing(more, message, places, tmp_path, monkeypatch, capsys):
+    def files():
+        return {path: path.stat().st_mtime_ns for folder in (places, tmp_path) for path in folder.rglob("*")}
+
+    before = files()
+    more = [text.format(tmp=places) for text in more]
+    arguments = small_run(places / "model", tmp_path / "out", *more)
+    if "--config" in more:
+        arguments = arguments[2:]
+    monkeypatch.setattr(sys, "argv", ["train_script.py", *arguments])
+    with pytest.raises(SystemExit) as leaving:
+        run_script(main)
+    assert leaving.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert message.format(tmp=places) in lines[0]
+    assert files() == before
