@@ -293,6 +293,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_baseline(name):
             tables[name] = [baseline_table(name, grid, is_slippery, arguments.seed)]
             continue
+        if (Path(name).parent / "warm_start").is_dir():
+            raise InputError(
+                f"--policies {name}: trained on top of a warm start; judge the run's folder, {Path(name).parent}"
+            )
         tokenizer = load_tokenizer(name)
         reader = PolicyReader(
             tokenizer,

@@ -192,6 +192,10 @@ def check_arguments(training: GRPOConfig, model: ModelConfig) -> None:
         raise InputError(f"--reward_weights {training.reward_weights}: expected one for each of {', '.join(REWARDS)}")
     if training.max_steps == 0 or (training.max_steps < 0 and training.num_train_epochs <= 0):
         raise InputError("--max_steps: expected at least 1")
+    if training.save_total_limit == 1:
+        raise InputError(
+            "--save_total_limit 1: expected at least 2, for a kill while one is written must leave another"
+        )
     steps_per_batch = training.steps_per_generation * training.num_iterations / training.gradient_accumulation_steps
     if training.save_strategy != "no" and training.save_steps % max(1, steps_per_batch):
         raise InputError(
@@ -384,6 +388,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     grids: list[Grid] = list(dict.fromkeys(table["grid"]))[:MAPS_JUDGED]
     print(f"{script.expert_csv}: {table['count'].sum()} rows, {len(table)} states, {table['grid'].nunique()} maps")
 
+    steps_per_batch = training.steps_per_generation * training.num_iterations // training.gradient_accumulation_steps
+    stop = StopOnSignal(max(1, steps_per_batch))
     set_seed(training.seed)
     tokenizer = load_tokenizer(model_config.model_name_or_path, revision=model_config.model_revision)
     quantization = get_quantization_config(model_config)
@@ -403,6 +409,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = model.merge_and_unload()
     if quantization is None:
         model.to(training.device)
+    if stop.received:
+        print(f"{stop.received} before the first step: --resume_from_checkpoint auto begins again")
+        return EXIT_INTERRUPTED
     lora = get_peft_config(model_config)
     try:
         model = get_peft_model(model, lora).unload()  # a mistake in the names shows before anything is written
@@ -420,8 +429,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         tables, validities = model_policies(model, reader, grids, "untrained", 0)
         write_whole(untrained, json.dumps([{k: [t.tolist() for t in v] for k, v in tables.items()}, validities]))
 
-    steps_per_batch = training.steps_per_generation * training.num_iterations // training.gradient_accumulation_steps
-    stop = StopOnSignal(max(1, steps_per_batch))
     model, warm_start = format_taught(model, lora, tokenizer, reader, table, script, training, stop)
     if stop.received:
         print(f"{stop.received} during the warm start: --resume_from_checkpoint auto begins it again")
@@ -476,7 +483,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     trained = trainer.accelerator.unwrap_model(trainer.model)
     trained.save_pretrained(output_dir / GRPO_FOLDER, selected_adapters=["default"])
-    base = load_model(trained.peft_config["default"].base_model_name_or_path, dtype=str(trained.dtype).split(".")[-1])
+    base = load_model(  # the plain one: in `trained` the warm start is merged
+        trained.peft_config["default"].base_model_name_or_path,
+        dtype=model_config.dtype or "bfloat16",
+        attn_implementation=model_config.attn_implementation,
+        revision=model_config.model_revision,
+    )
     trained = join_adapters(base.to(training.device), [*adapters, output_dir / GRPO_FOLDER])
     trained.save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)

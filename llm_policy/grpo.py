@@ -293,7 +293,9 @@ class MergedCopy:
         layers = [m for m in model.modules() if isinstance(m, LoraLayer)]
         plain = all(isinstance(m.get_base_layer(), torch.nn.Linear) and not any(m.use_dora.values()) for m in layers)
         floating = all(m.get_base_layer().weight.is_floating_point() for m in layers)
-        return bool(layers) and plain and floating
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+        matrices = all(".lora_" in name and name.endswith(".weight") for name in trained)  # no biases, whole modules
+        return bool(layers) and plain and floating and matrices
 
     def __init__(self, peft_model) -> None:
         self._layers = {

@@ -1,21 +1,20 @@
 import copy
 import gc
-from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
 from tiny_policies import (
     ARCHITECTURE_NAMES,
-    add_random_adapter,
     adapter_weights,
+    add_random_adapter,
     fill_adapter,
     plain_scores,
     random_policy,
     token_ids,
     tokenizer_of,
 )
+from tokenizers import AddedToken
 from trl import GRPOConfig, GRPOTrainer
 
 from llm_policy import grpo, packing
@@ -373,3 +372,336 @@ def test_what_cannot_be_merged_is_decoded_through_its_adapter(case):
 
 def test_a_model_without_adapter_needs_no_copy():
     assert not MergedCopy.is_possible(random_policy("llama"))
+
+
+# The expected objective ------------------------------------------------------------------------------------------
+
+THOUGHT = "<think>I am at row 0, column 1.</think>"
+# (prompt, completion, whether its answer stands in the action's usual tokens, group advantage)
+REPLIES = [
+    (0, f"{THOUGHT}<answer>LEFT</answer>", True, 0.7),
+    (0, f"{THOUGHT}<answer>UP</answer>", True, -0.4),
+    # an action in the thought; another prompt, so other rewards
+    (1, "<think>UP or DOWN</think><answer>DOWN</answer>", True, 1.1),
+    # read by the reward, but in other tokens: an ordinary completion
+    (1, f"{THOUGHT}<answer>right</answer>", False, 0.3),
+    # no answer at all
+    (2, "no idea", False, -0.9),
+]
+ACTION_REWARDS = torch.tensor([[0.9, 0.1, 0.3, 0.2], [0.0, 1.0, 0.4, 0.8], [0.5, 0.6, 0.7, 0.0]])
+
+
+def expected_trainer(architecture, folder, action_entropy_coef=0.0, **options):
+    """A trainer of the expected objective (or of `options["objective"]`), in training mode."""
+    objective = options.pop("objective", "expected")
+    names_and_rewards = {
+        "action_names": ACTIONS,
+        "action_rewards": lambda rows: ACTION_REWARDS[[row["row"] for row in rows]],
+        "action_entropy_coef": action_entropy_coef,
+    }
+    options["trainer_options"] = {"objective": objective} | names_and_rewards
+    trainer = trainer_of(PolicyTrainer, architecture, folder, **options)
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 1  # train() sets it; most tests ask for one loss alone
+    return trainer
+
+
+def encoded(trainer, text: str) -> list[int]:
+    return [*trainer._tokenizer.encode(text, add_special_tokens=False), trainer._tokenizer.eos_token_id]
+
+
+def batch_of(trainer, rows, completions, advantages) -> dict[str, torch.Tensor]:
+    """What TRL hands to the loss: prompts padded on the left, completions on the right."""
+    prompts = [prompts_of(trainer)[row] for row in rows]
+
+    def padded(lists, left):
+        length = max(map(len, lists))
+        pads = [[0] * (length - len(ids)) for ids in lists]
+        ids = [p + list(i) if left else list(i) + p for p, i in zip(pads, lists, strict=True)]
+        masks = [p + [1] * len(i) if left else [1] * len(i) + p for p, i in zip(pads, lists, strict=True)]
+        return torch.tensor(ids), torch.tensor(masks)
+
+    prompt_ids, prompt_mask = padded(prompts, left=True)
+    completion_ids, completion_mask = padded(completions, left=False)
+    return {
+        "prompt_ids": prompt_ids,
+        "prompt_mask": prompt_mask,
+        "completion_ids": completion_ids,
+        "completion_mask": completion_mask,
+        "advantages": torch.as_tensor(advantages, dtype=torch.float32),
+        "num_items_in_batch": completion_mask.sum(),
+        "action_rewards": ACTION_REWARDS[rows],
+    }
+
+
+def gradient(trainer, loss) -> torch.Tensor:
+    """Of `loss` with respect to the adapter, flat."""
+    parameters = [p for p in trainer.model.parameters() if p.requires_grad]
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+
+
+def log_policy(trainer, prompt, prefix, temperature=1.0) -> torch.Tensor:
+    """Normalised log-probabilities of the four names after `prefix`, by four plain rows."""
+    scores = [
+        plain_scores(trainer.model, prompt, [*prefix, *name], temperature)[0] for name in trainer.action_token_ids
+    ]
+    return torch.stack([score[len(prefix) :].sum() for score in scores]).log_softmax(0)
+
+
+def assert_same_gradient(found, expected):
+    assert expected.abs().max() > 1e-3
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("split_actions", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.3])
+def test_expected_gradient_equals_the_enumerated_one(architecture, split_actions, entropy_coef, tmp_path):
+    """Every term of the docstring by plain forward passes: each name's string, each other token's log-probability."""
+    trainer = expected_trainer(
+        architecture, tmp_path, entropy_coef, split_actions=split_actions, loss_type="grpo", temperature=0.8
+    )
+    assert {len(name) > 1 for name in trainer.action_token_ids} == {split_actions}
+    rows = [row for row, *_ in REPLIES]
+    completions = [encoded(trainer, text) for _, text, *_ in REPLIES]
+    advantages = [advantage for *_, advantage in REPLIES]
+    loss = trainer._compute_loss(trainer.model, batch_of(trainer, rows, completions, advantages))
+
+    expected = torch.tensor(0.0)
+    for (row, text, in_usual_tokens, advantage), completion in zip(REPLIES, completions, strict=True):
+        prompt = prompts_of(trainer)[row]
+        weight_T = torch.full((len(completion),), advantage)
+        if in_usual_tokens:
+            prefix = encoded(trainer, text.partition("<answer>")[0] + "<answer>")[:-1]
+            log_pi_A = log_policy(trainer, prompt, prefix, temperature=0.8)
+            expected = expected + (log_pi_A.exp() * ACTION_REWARDS[row]).sum()
+            expected = expected - entropy_coef * (log_pi_A.exp() * log_pi_A).sum()
+            action = ACTIONS.index(text.partition("<answer>")[2].removesuffix("</answer>"))
+            weight_T[len(prefix) : len(prefix) + len(trainer.action_token_ids[action])] = 0.0
+        scores_T, _ = plain_scores(trainer.model, prompt, completion, 0.8)
+        expected = expected + (weight_T * scores_T).mean()
+    assert_same_gradient(gradient(trainer, loss), gradient(trainer, -expected / len(REPLIES)))
+
+
+@pytest.mark.parametrize("split_actions", [False, True])
+def test_expected_gradient_is_the_mean_of_grpos_over_all_answers(split_actions, tmp_path):
+    """One thought, each answer weighted by its probability, advantage r - sum pi r: GRPO without reward scaling.
+
+    luspo is the loss whose terms are sums over tokens, as a policy gradient's are.
+    """
+    gradients = {}
+    for objective in ("expected", "grpo"):
+        trainer = expected_trainer(
+            "llama", tmp_path, objective=objective, split_actions=split_actions, loss_type="luspo"
+        )
+        trainer.action_token_ids = action_token_ids(trainer._tokenizer, ACTIONS)
+        prefix = encoded(trainer, f"{THOUGHT}<answer>")[:-1]
+        with torch.no_grad():
+            pi_A = log_policy(trainer, prompts_of(trainer)[0], prefix).exp()
+        rewards_A = ACTION_REWARDS[0]
+        weights_A = len(ACTIONS) * pi_A * (rewards_A - (pi_A * rewards_A).sum())
+        completions = [encoded(trainer, f"{THOUGHT}<answer>{name}</answer>") for name in ACTIONS]
+        batch = batch_of(trainer, [0] * len(ACTIONS), completions, weights_A)
+        gradients[objective] = gradient(trainer, trainer._compute_loss(trainer.model, batch))
+    assert_same_gradient(gradients["expected"], gradients["grpo"])
+
+
+def test_sampled_groups_approach_the_expected_gradient(tmp_path):
+    """The same by sampling: the mean over many groups, along the expected gradient, lies within 4 standard errors."""
+    trainer = expected_trainer("llama", tmp_path, loss_type="luspo")
+    prompt, prefix = prompts_of(trainer)[0], encoded(trainer, f"{THOUGHT}<answer>")[:-1]
+    batch = batch_of(trainer, [0], [encoded(trainer, f"{THOUGHT}<answer>LEFT</answer>")], [0.0])
+    expected = gradient(trainer, trainer._compute_loss(trainer.model, batch))
+    with torch.no_grad():
+        pi_A = log_policy(trainer, prompt, prefix).exp()
+    # The gradient of a sampled answer's loss for advantage 1, from TRL's loss (nothing stands after the name).
+    trainer.objective = "grpo"
+    gradients_AD = torch.stack(
+        [
+            gradient(trainer, trainer._compute_loss(trainer.model, batch_of(trainer, [0], [[*prefix, *name]], [1.0])))
+            for name in trainer.action_token_ids
+        ]
+    )
+    groups, size = 20_000, 8
+    generator = torch.Generator().manual_seed(0)
+    drawn_NG = torch.multinomial(pi_A.expand(groups, -1), size, replacement=True, generator=generator)
+    rewards_NG = ACTION_REWARDS[0][drawn_NG]
+    # A group's mean contains its own sample, which shrinks the gradient by (size - 1) / size.
+    advantages_NG = (rewards_NG - rewards_NG.mean(1, keepdim=True)) * size / (size - 1)
+    weights_NA = torch.stack([(advantages_NG * (drawn_NG == a)).mean(1) for a in range(len(ACTIONS))], dim=1)
+    along_N = weights_NA @ (gradients_AD @ expected) / expected.dot(expected)
+    standard_error = along_N.std() / groups**0.5
+    assert standard_error < 0.02
+    assert abs(along_N.mean() - 1.0) < 4 * standard_error
+    error = weights_NA.mean(0) @ gradients_AD - expected
+    assert error.norm() < 0.05 * expected.norm()
+
+
+def test_a_step_raises_the_expected_reward_and_more_entropy_weight_the_entropy(tmp_path):
+    """Metrics of the second step show what the first has done."""
+    logs = {}
+    for coefficient in (0.0, 0.3, 3.0):
+        replies = [[f"{THOUGHT}<answer>{name}</answer>" for name in ACTIONS] for _ in PROMPTS]
+        trainer = expected_trainer("llama", tmp_path, coefficient, max_steps=2, learning_rate=0.05)
+        completions = [[encoded(trainer, text) for text in group] for group in replies]
+        trainer = expected_trainer(
+            "llama", tmp_path, coefficient, max_steps=2, learning_rate=0.05,
+            completions=completions, rewards=ALL_UNANIMOUS,
+        )  # fmt: skip
+        trainer.train()
+        logs[coefficient] = [row for row in trainer.state.log_history if "action/entropy" in row]
+    first = logs[0.0][0]
+    assert first == logs[3.0][0] | {k: first[k] for k in first if k in ("loss", "grad_norm", "step_time")}
+    assert logs[0.0][1]["action/expected_reward"] > first["action/expected_reward"] + 1e-3
+    after = [log[1]["action/entropy"] for log in logs.values()]
+    assert after[0] + 1e-3 < after[1]
+    assert after[1] + 1e-3 < after[2]
+    assert after[2] > first["action/entropy"]
+
+
+def test_each_completion_has_the_rewards_of_its_own_row(tmp_path):
+    """Through sampling, splitting into micro-batches and reuse."""
+    trainer = expected_trainer(
+        "llama", tmp_path, per_device_train_batch_size=GROUP // 2, gradient_accumulation_steps=6, num_iterations=2
+    )
+    row_of = {tuple(ids): row for row, ids in enumerate(prompts_of(trainer))}
+    order = [2, 0, 1]
+    generation_batch = [trainer.train_dataset[row] for row in order for _ in range(GROUP)]
+    seen = []
+    for trainer._step in range(12):
+        inputs = trainer._prepare_inputs(generation_batch)
+        for ids, mask, rewards in zip(
+            inputs["prompt_ids"], inputs["prompt_mask"], inputs["action_rewards"], strict=True
+        ):
+            row = row_of[tuple(ids[mask.bool()].tolist())]
+            assert torch.equal(rewards, ACTION_REWARDS[row])
+            seen.append(row)
+    assert seen == [row for row in order for _ in range(GROUP)] * 2
+
+
+def test_accumulation_does_not_change_the_expected_step(tmp_path):
+    moved = {}
+    for steps in (1, 3):
+        trainer = expected_trainer("llama", tmp_path)
+        completions = [[encoded(trainer, f"{THOUGHT}<answer>{name}</answer>") for name in ACTIONS]] * len(PROMPTS)
+        trainer = expected_trainer(
+            "llama", tmp_path, 0.1, completions=completions, rewards=ALL_UNANIMOUS, loss_type="grpo",
+            gradient_accumulation_steps=steps, per_device_train_batch_size=GROUP * len(PROMPTS) // steps,
+        )  # fmt: skip
+        trainer.train()
+        moved[steps] = torch.cat([w.flatten() for w in adapter_weights(trainer.model).values()])
+    torch.testing.assert_close(moved[1], moved[3], rtol=1e-5, atol=1e-6)
+
+
+def test_expected_objective_without_a_readable_answer_is_grpo(tmp_path):
+    texts = ["no idea", f"{THOUGHT}<answer>LEFT or UP</answer>", "<answer>down</answer>"]
+    gradients = []
+    for objective in ("expected", "grpo"):
+        trainer = expected_trainer("llama", tmp_path, 1.0, objective=objective)
+        batch = batch_of(trainer, [0, 1, 2], [encoded(trainer, text) for text in texts], [0.5, -1.0, 0.7])
+        gradients.append(gradient(trainer, trainer._compute_loss(trainer.model, batch)))
+    assert_same_gradient(*gradients)
+
+
+# What the expected objective cannot do without
+@pytest.mark.parametrize(
+    "options", [{"action_rewards": None}, {"packed": False, "action_rewards": len}, {"objective": "reinforce"}]
+)
+def test_an_impossible_objective_is_refused_with_its_flag(options, tmp_path):
+    with pytest.raises(InputError, match="--objective"):
+        trainer_of(PolicyTrainer, "llama", tmp_path, trainer_options={"objective": "expected"} | options)
+
+
+# Where the answer stands -----------------------------------------------------------------------------------------
+
+# (completion, the name at whose first token the answer stands, or None)
+ANSWERS = {
+    "in form": ("<think>go</think><answer>DOWN</answer>", "DOWN"),
+    "action in the thought": ("<think>RIGHT, not UP. Or UP?</think><answer>UP</answer>", "UP"),
+    "same action in the thought, twice": ("<think>LEFT LEFT</think><answer>LEFT</answer>", "LEFT"),
+    "no thought": ("<answer>RIGHT</answer>", "RIGHT"),
+    "text behind the answer": ("<answer>RIGHT</answer> because LEFT is a hole", "RIGHT"),
+    # read by the reward, in other tokens than the usual ones
+    "lower case": ("<think>go</think><answer>down</answer>", None),
+    "spaces": ("<think>go</think><answer> UP </answer>", None),
+    "new line": ("<think>go</think><answer>\nUP\n</answer>", None),
+    "no answer": ("<think>LEFT</think>", None),
+    "empty answer": ("<think>LEFT</think><answer></answer>", None),
+    "two names": ("<think>go</think><answer>LEFT or UP</answer>", None),
+    "two answers": ("<answer>LEFT</answer><answer>UP</answer>", None),
+    "cut": ("<think>go</think><answer>DOWN", None),
+    "empty": ("", None),
+}
+
+
+@pytest.mark.parametrize("split_actions", [False, True])
+@pytest.mark.parametrize("case", ANSWERS)
+def test_find_answer(case, split_actions):
+    text, name = ANSWERS[case]
+    tokenizer = tokenizer_of("llama", split_actions)
+    names = action_token_ids(tokenizer, ACTIONS)
+    ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    found = find_answer(tokenizer, ids, names)
+    if name is None:
+        assert found is None
+    else:
+        assert tokenizer.decode(ids[: found.start]) == text[: text.index("<answer>") + len("<answer>")]
+        assert tuple(ids[found.start : found.stop]) == names[ACTIONS.index(name)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
+@pytest.mark.parametrize("split_actions", [False, True])
+def test_action_tokens_spell_the_names(architecture, split_actions):
+    tokenizer = tokenizer_of(architecture, split_actions)
+    token_ids = action_token_ids(tokenizer, ACTIONS)
+    assert [tokenizer.decode(ids) for ids in token_ids] == list(ACTIONS)
+    assert {len(ids) > 1 for ids in token_ids} == {split_actions}
+
+
+def test_tokens_that_run_over_the_answer_tag_are_refused():
+    tokenizer = copy.deepcopy(tokenizer_of("llama"))
+    tokenizer.add_tokens([AddedToken(">DOWN<", normalized=False)])
+    with pytest.raises(InputError, match="'DOWN'.*--objective grpo"):
+        action_token_ids(tokenizer, ACTIONS)
+
+
+# Order of the rows -----------------------------------------------------------------------------------------------
+
+
+def order(seed: int, epoch: int, rows: int = 11, sampler: EpochRepeatSampler | None = None) -> list[int]:
+    sizes = {"mini_repeat_count": 1, "batch_size": 1, "repeat_count": 1}
+    return list(EpochRepeatSampler(lambda: epoch, data_source=range(rows), shuffle=True, seed=seed, **sizes))
+
+
+def test_the_order_depends_on_seed_and_epoch_alone():
+    torch.manual_seed(0)
+    orders = {(seed, epoch): order(seed, epoch) for seed in (0, 1, 42) for epoch in range(4)}
+    torch.manual_seed(1)
+    for (seed, epoch), expected in orders.items():
+        assert order(seed, epoch) == expected
+        assert sorted(expected) == list(range(11))
+    assert len({tuple(o) for o in orders.values()}) == len(orders)
+
+
+def test_a_sampler_made_in_the_middle_goes_on_as_the_first_would():
+    epoch = 0
+    sizes = {"mini_repeat_count": 2, "batch_size": 3, "repeat_count": 2, "shuffle": True, "seed": 7}
+    sampler = EpochRepeatSampler(lambda: epoch, data_source=range(7), **sizes)
+    orders = []
+    for epoch in range(3):  # noqa: B007: the sampler reads it
+        orders.append(list(sampler))
+    assert list(EpochRepeatSampler(lambda: 2, data_source=range(7), **sizes)) == orders[2]
+    assert all(len(o) == len(sampler) == 24 for o in orders)
+    first = orders[0]
+    assert first[:6] == first[6:12] == [row for row in first[0:6:2] for _ in range(2)]
+
+
+def test_training_runs_through_the_epochs_orders(tmp_path):
+    trainer = trainer_of(
+        PolicyTrainer, "llama", tmp_path, shuffle_dataset=True, seed=3, max_steps=9, per_device_train_batch_size=GROUP
+    )
+    row_of = {tuple(ids): row for row, ids in enumerate(prompts_of(trainer))}
+    seen, generate = [], trainer._generate_single_turn
+    trainer._generate_single_turn = lambda ids, *a, **k: (seen.append(row_of[tuple(ids[0])]), generate(ids, *a, **k))[1]
+    trainer.train()
+    assert seen == [row for epoch in range(3) for row in order(3, epoch, rows=3)]
