@@ -16,7 +16,7 @@ from llm_policy.plots import curves_figure
 ROOT = Path(__file__).resolve().parent
 BEGIN, END = "<!-- results: written by report.py -->", "<!-- end of results -->"
 BASELINES = ("optimal", "uniform random", "best constant action")
-CURVES = ("canonical_slippery", "original_reproduced")  # what the figure shows
+CURVES = ("make_train", "canonical_slippery", "original_reproduced")  # what the figure shows
 
 
 def seeds_of(folder: Path) -> list[dict]:
@@ -101,6 +101,9 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     results = all_results()
+    if not results:
+        print("results/: no folder with finished seeds yet; results/run.py makes one", file=sys.stderr)
+        return 2
     readme = ROOT / "README.md"
     text = readme.read_text()
     before, _, rest = text.partition(BEGIN)

@@ -157,7 +157,10 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     except FileNotFoundError as error:
         raise InputError(f"--config {config}: no such file; configs/ holds the ones that come with this") from error
     except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
-        raise InputError(f"{config} and the command line: {' '.join(str(error).split())}") from error
+        message = " ".join(str(error).split()).replace(
+            "Some specified arguments are not used by the HfArgumentParser", "unknown"
+        )
+        raise InputError(f"{config} and the command line: {message}; see python train_script.py --help") from error
     return script, training, model, config
 
 

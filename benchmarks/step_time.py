@@ -44,19 +44,7 @@ class Meter:
         trainer._prepare_inputs = self._timed(trainer._prepare_inputs, "preparing")
         trainer.training_step = self._timed(trainer.training_step, "training_step")
         self.preparing = self.training_step = 0.0
-        self._count(trainer.model.get_input_embeddings())
-        if trainer._merged:  # the merged copy decodes: count what it computes too
-            refreshed = trainer._generate_single_turn
-            counted: list = []
-
-            def with_count(*args, **kwargs):
-                output = refreshed(*args, **kwargs)
-                if trainer._merged_copy is not None and not counted:
-                    counted.append(True)
-                    self._count(trainer._merged_copy._copy.get_input_embeddings())
-                return output
-
-            trainer._generate_single_turn = with_count
+        self._count(trainer.model.get_input_embeddings())  # the merged copy that decodes inherits the hook
 
     def _count(self, embedding: torch.nn.Module) -> None:
         def hook(_module, arguments, _output):

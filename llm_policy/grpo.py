@@ -1,6 +1,7 @@
 """The GRPO trainer of this project: each prompt computed once per group, exact expected advantage at the answer."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -33,8 +34,8 @@ class PolicyTrainer(GRPOTrainer):
        advantage is zero skip the pass where nothing else in the loss needs them. Equal to stock up to rounding;
        `packed=False` takes TRL's pass.
     3. Groups stay together in a micro-batch (TRL shuffles single completions), which packing needs.
-    4. `objective="expected"`: at the first token of the action in each readable completion, the sampled term is
-       replaced by the expectation over the legal actions A of the state,
+    4. `objective="expected"`: at the tokens of the action in each readable completion, the sampled term is replaced
+       by the expectation over the legal actions A of the state,
 
            - sum_a pi(a) r(s, a) - action_entropy_coef * H(pi),     pi = p(a | prompt, thought) / sum_A p,
 
@@ -42,6 +43,8 @@ class PolicyTrainer(GRPOTrainer):
        the action's string. Its gradient is the mean of the gradients that sampling the answer again and again from
        pi would give GRPO without reward scaling; hence no sampling noise at the decision and no group without a
        gradient. All other tokens keep the group advantage. Needs the reward of every action (`action_rewards`).
+       The equality is one of sums over tokens (loss_type luspo); grpo and dapo divide a sampled term by the number of
+       tokens, this one only by the number of completions, so that there it weighs more.
     5. The order of the rows depends on seed and epoch alone, so that a resumed run sees what it would have seen.
     """
 
@@ -181,7 +184,7 @@ class PolicyTrainer(GRPOTrainer):
     def _compute_loss(self, model, inputs):
         if not self.packed:
             return super()._compute_loss(model, inputs)
-        answers: list[tuple[int, int]] = []
+        answers: list[tuple[int, range]] = []
         if self.objective == "expected":
             answers = self._answer_positions(inputs["completion_ids"], inputs["completion_mask"])
             inputs = {**inputs, "advantages": self._advantages_without_answers(inputs, answers)}
@@ -193,7 +196,7 @@ class PolicyTrainer(GRPOTrainer):
         elif "old_per_token_logps" in inputs:  # skipped completions have log-probability 0 on both sides: ratio 1
             old = inputs["old_per_token_logps"].masked_fill(self._skipped_B.unsqueeze(1), 0.0)
             inputs = {**inputs, "old_per_token_logps": old}
-        self._branches = [Branch(i, start, tokens) for i, start in answers for tokens in self.action_token_ids]
+        self._branches = [Branch(i, span.start, name) for i, span in answers for name in self.action_token_ids]
         try:
             loss = super()._compute_loss(model, inputs)
             if answers:
@@ -202,21 +205,21 @@ class PolicyTrainer(GRPOTrainer):
             self._skipped_B, self._branches, self._branch_log_probabilities = None, [], []
         return loss
 
-    def _answer_positions(self, completion_ids_BT, completion_mask_BT) -> list[tuple[int, int]]:
-        """(completion, index of the action's first token) for each completion that names one action."""
+    def _answer_positions(self, completion_ids_BT, completion_mask_BT) -> list[tuple[int, range]]:
+        """(completion, positions of the action's tokens) for each completion that names one action."""
         positions = []
         for i, (ids, mask) in enumerate(zip(completion_ids_BT.tolist(), completion_mask_BT.tolist(), strict=True)):
-            start = find_answer(self._tokenizer, ids[: sum(mask)], self.action_token_ids)
-            if start is not None:
-                positions.append((i, start))
+            span = find_answer(self._tokenizer, ids[: sum(mask)], self.action_token_ids)
+            if span is not None:
+                positions.append((i, span))
         return positions
 
     @staticmethod
     def _advantages_without_answers(inputs, answers) -> torch.Tensor:
-        """Advantages as (B, T), zero at the action's first token: there the expected term takes over."""
+        """Advantages as (B, T), zero at the action's tokens: there the expected term takes over."""
         advantages_BT = inputs["advantages"].unsqueeze(1).repeat(1, inputs["completion_ids"].size(1))
-        for completion, start in answers:
-            advantages_BT[completion, start] = 0.0
+        for completion, span in answers:
+            advantages_BT[completion, span.start : span.stop] = 0.0
         return advantages_BT
 
     def _expected_loss(self, inputs, answers) -> torch.Tensor:
@@ -240,6 +243,13 @@ class PolicyTrainer(GRPOTrainer):
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with written_whole(checkpoint):
             super()._save_checkpoint(model, trial)
+
+    def log(self, logs, start_time=None):
+        """TRL's log, less metrics that no micro-batch had a value for (entropy, where every group was skipped)."""
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        for name in [name for name, values in metrics.items() if values and all(map(math.isnan, values))]:
+            del metrics[name]
+        super().log(logs, start_time)
 
     # Checks ----------------------------------------------------------------------------------------------------
 
@@ -266,10 +276,7 @@ class PolicyTrainer(GRPOTrainer):
 
 
 class EpochRepeatSampler(RepeatSampler):
-    """TRL's sampler with an order drawn from seed and epoch: resuming in epoch k gives epoch k's order, not the first.
-
-    Fewer rows than a batch holds are repeated, where TRL would silently yield nothing.
-    """
+    """TRL's sampler with an order drawn from seed and epoch: resuming in epoch k gives its order, not the first."""
 
     def __init__(self, epoch: Callable[[], int], **kwargs) -> None:
         super().__init__(**kwargs)
@@ -339,8 +346,8 @@ def action_token_ids(tokenizer: PreTrainedTokenizerBase, names: Sequence[str]) -
 
 def find_answer(
     tokenizer: PreTrainedTokenizerBase, completion_ids: list[int], action_ids: Sequence[tuple[int, ...]]
-) -> int | None:
-    """Index of the action's first token in a completion that names one action in its usual tokens, else None."""
+) -> range | None:
+    """Positions of the action's tokens in a completion that names one action in its usual tokens, else None."""
     action = parse_completion(tokenizer.decode(completion_ids, skip_special_tokens=True)).action
     if action is None:
         return None
@@ -349,5 +356,5 @@ def find_answer(
         if tuple(completion_ids[start : start + len(wanted)]) != wanted:
             continue
         if tokenizer.decode(completion_ids[:start], skip_special_tokens=True).endswith("<answer>"):
-            return start
+            return range(start, start + len(wanted))
     return None

@@ -43,7 +43,7 @@ def _fast_garbage_collection():
 def fixed_completions(architecture: str) -> list[list[list[int]]]:
     end = tokenizer_of(architecture).eos_token_id
     groups = [[token_ids(n, seed=10 * p + g) for g, n in enumerate(row)] for p, row in enumerate(LENGTHS)]
-    return [[*(completion[:-1] + [end] for completion in group[:-1]), group[-1]] for group in groups]
+    return [[*([*completion[:-1], end] for completion in group[:-1]), group[-1]] for group in groups]
 
 
 def trainer_of(kind, architecture, folder, *, rewards=REWARDS, completions=None, trainer_options=None, **options):
@@ -290,7 +290,7 @@ def test_the_check_refuses_numbers_that_are_none(tmp_path, monkeypatch):
     trainer = trainer_of(PolicyTrainer, "llama", tmp_path)
     scores = packing.packed_log_probabilities
     monkeypatch.setattr(grpo, "packed_log_probabilities", lambda *a: [v * torch.nan for v in scores(*a)])
-    with pytest.raises(InputError, match="llama.*--packed false"):
+    with pytest.raises(InputError, match=r"llama.*--packed false"):
         trainer.check_against_stock(token_ids(30), EXAMPLES)
 
 
@@ -448,6 +448,20 @@ def log_policy(trainer, prompt, prefix, temperature=1.0) -> torch.Tensor:
     return torch.stack([score[len(prefix) :].sum() for score in scores]).log_softmax(0)
 
 
+def teach_names(trainer) -> None:
+    """Make the adapter spell the names: untaught, one of two tokens is a million times likelier than one of five."""
+    prompt, prefix = prompts_of(trainer)[0], encoded(trainer, f"{THOUGHT}<answer>")[:-1]
+    start, length = len(prompt) + len(prefix), max(map(len, trainer.action_token_ids))
+    ids = torch.tensor([[*prompt, *prefix, *name, *[0] * (length - len(name))] for name in trainer.action_token_ids])
+    labels = ids.masked_fill(ids == 0, -100)
+    labels[:, :start] = -100
+    optimizer = torch.optim.Adam([p for p in trainer.model.parameters() if p.requires_grad], lr=0.02)
+    for _ in range(15):
+        optimizer.zero_grad()
+        trainer.model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+
+
 def assert_same_gradient(found, expected):
     assert expected.abs().max() > 1e-3
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
@@ -462,6 +476,7 @@ def test_expected_gradient_equals_the_enumerated_one(architecture, split_actions
         architecture, tmp_path, entropy_coef, split_actions=split_actions, loss_type="grpo", temperature=0.8
     )
     assert {len(name) > 1 for name in trainer.action_token_ids} == {split_actions}
+    teach_names(trainer)
     rows = [row for row, *_ in REPLIES]
     completions = [encoded(trainer, text) for _, text, *_ in REPLIES]
     advantages = [advantage for *_, advantage in REPLIES]
@@ -474,6 +489,7 @@ def test_expected_gradient_equals_the_enumerated_one(architecture, split_actions
         if in_usual_tokens:
             prefix = encoded(trainer, text.partition("<answer>")[0] + "<answer>")[:-1]
             log_pi_A = log_policy(trainer, prompt, prefix, temperature=0.8)
+            assert log_pi_A.max() < -1e-3  # there is something to learn
             expected = expected + (log_pi_A.exp() * ACTION_REWARDS[row]).sum()
             expected = expected - entropy_coef * (log_pi_A.exp() * log_pi_A).sum()
             action = ACTIONS.index(text.partition("<answer>")[2].removesuffix("</answer>"))
@@ -495,6 +511,7 @@ def test_expected_gradient_is_the_mean_of_grpos_over_all_answers(split_actions, 
             "llama", tmp_path, objective=objective, split_actions=split_actions, loss_type="luspo"
         )
         trainer.action_token_ids = action_token_ids(trainer._tokenizer, ACTIONS)
+        teach_names(trainer)
         prefix = encoded(trainer, f"{THOUGHT}<answer>")[:-1]
         with torch.no_grad():
             pi_A = log_policy(trainer, prompts_of(trainer)[0], prefix).exp()
@@ -661,14 +678,14 @@ def test_action_tokens_spell_the_names(architecture, split_actions):
 def test_tokens_that_run_over_the_answer_tag_are_refused():
     tokenizer = copy.deepcopy(tokenizer_of("llama"))
     tokenizer.add_tokens([AddedToken(">DOWN<", normalized=False)])
-    with pytest.raises(InputError, match="'DOWN'.*--objective grpo"):
+    with pytest.raises(InputError, match=r"'DOWN'.*--objective grpo"):
         action_token_ids(tokenizer, ACTIONS)
 
 
 # Order of the rows -----------------------------------------------------------------------------------------------
 
 
-def order(seed: int, epoch: int, rows: int = 11, sampler: EpochRepeatSampler | None = None) -> list[int]:
+def order(seed: int, epoch: int, rows: int = 11) -> list[int]:
     sizes = {"mini_repeat_count": 1, "batch_size": 1, "repeat_count": 1}
     return list(EpochRepeatSampler(lambda: epoch, data_source=range(rows), shuffle=True, seed=seed, **sizes))
 
@@ -684,12 +701,10 @@ def test_the_order_depends_on_seed_and_epoch_alone():
 
 
 def test_a_sampler_made_in_the_middle_goes_on_as_the_first_would():
-    epoch = 0
+    epochs = iter(range(3))
     sizes = {"mini_repeat_count": 2, "batch_size": 3, "repeat_count": 2, "shuffle": True, "seed": 7}
-    sampler = EpochRepeatSampler(lambda: epoch, data_source=range(7), **sizes)
-    orders = []
-    for epoch in range(3):  # noqa: B007: the sampler reads it
-        orders.append(list(sampler))
+    sampler = EpochRepeatSampler(lambda: next(epochs), data_source=range(7), **sizes)
+    orders = [list(sampler) for _ in range(3)]
     assert list(EpochRepeatSampler(lambda: 2, data_source=range(7), **sizes)) == orders[2]
     assert all(len(o) == len(sampler) == 24 for o in orders)
     first = orders[0]

@@ -1,0 +1,161 @@
+import pytest
+import torch
+from tiny_policies import adapter_weights, add_random_adapter, random_policy, tokenizer_of
+
+from llm_policy import warm_start
+from llm_policy.completions import parse_completion
+from llm_policy.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
+from llm_policy.policy_table import PolicyReader
+from llm_policy.warm_start import sampled_format_validity, teach_format
+
+GRID = CANONICAL_GRIDS["4x4"]
+CELLS = [(GRID, state) for state in acting_states(GRID)]
+
+
+def student(architecture: str = "llama"):
+    """An adapted model, its tokenizer and the reader of its answers."""
+    tokenizer = tokenizer_of(architecture)
+    reader = PolicyReader(tokenizer, is_slippery=True, max_completion_tokens=8)
+    return add_random_adapter(random_policy(architecture), r=8), tokenizer, reader
+
+
+def taught(architecture="llama", seed=0, **options):
+    """The report and the adapter after at most six steps, the sampled check left out."""
+    model, tokenizer, reader = student(architecture)
+    settings = {"max_steps": 4, "prompts_per_step": 4, "learning_rate": 0.01, "threshold": 2.0, "seed": seed}
+    report = teach_format(model, tokenizer, reader, CELLS, **(settings | options))
+    return report, adapter_weights(model)
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """What each pass was taught: (prompts, completions) as token ids."""
+    seen = []
+    pack_groups = warm_start.pack_groups
+
+    def spying(prompts, completions, **options):
+        seen.append((prompts, completions))
+        return pack_groups(prompts, completions, **options)
+
+    monkeypatch.setattr(warm_start, "pack_groups", spying)
+    return seen
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_the_loss_falls(architecture):
+    before, _ = taught(architecture, max_steps=1)
+    after, _ = taught(architecture, max_steps=12)
+    assert after["steps"] == 12
+    assert after["loss"] < before["loss"] / 2
+
+
+def test_every_prompt_is_taught_each_action_exactly_once(batches):
+    """So there is no label in it to leak: Q-values are no argument, and no action is preferred for any state."""
+    taught(prompts_per_step=5, max_steps=4)
+    tokenizer = tokenizer_of("llama")
+    for prompts, completions in batches:
+        actions_of = {}
+        for prompt, completion in zip(prompts, completions, strict=True):
+            assert completion[-1] == tokenizer.eos_token_id
+            parsed = parse_completion(tokenizer.decode(completion, skip_special_tokens=True))
+            assert parsed.is_well_formed
+            actions_of.setdefault(tuple(prompt), []).append(parsed.action)
+        assert all(sorted(actions) == list(range(len(ACTIONS))) for actions in actions_of.values())
+    assert sum(len(prompts) for prompts, _ in batches) == 4 * 5 * len(ACTIONS)  # four steps of five states
+
+
+def test_the_reply_is_the_same_but_for_the_action(batches):
+    """Nothing else in it tells the actions of a state apart."""
+    taught(max_steps=1)
+    tokenizer = tokenizer_of("llama")
+    rests = {}
+    for prompts, completions in batches:
+        for prompt, completion in zip(prompts, completions, strict=True):
+            thought, _, _ = tokenizer.decode(completion).partition("<answer>")
+            rests.setdefault(tuple(prompt), set()).add(thought)
+    assert len(rests) == 4
+    assert all(len(thoughts) == 1 for thoughts in rests.values())
+
+
+def test_same_seed_same_adapter_different_seed_different():
+    torch.manual_seed(0)
+    report, first = taught(seed=1)
+    torch.manual_seed(1)  # nothing is drawn from the common generator
+    again_report, again = taught(seed=1)
+    other_report, other = taught(seed=2)
+    assert report == again_report
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert report["loss"] != other_report["loss"]
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.parametrize("prompts_per_pass", [1, 2, 100])
+def test_the_passes_of_a_step_add_up_to_one(prompts_per_pass, monkeypatch):
+    expected_report, expected = taught(max_steps=2, prompts_per_step=5)
+    monkeypatch.setattr(warm_start, "PROMPTS_PER_PASS", prompts_per_pass)
+    report, found = taught(max_steps=2, prompts_per_step=5)
+    assert report["loss"] == pytest.approx(expected_report["loss"], rel=1e-3)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-2, atol=2e-3)
+
+
+def test_the_base_stays_and_the_fused_head_is_removed():
+    model, tokenizer, reader = student()
+    ids = torch.tensor([reader.prompt(*CELLS[0])])
+    base = {name: p.detach().clone() for name, p in model.named_parameters() if "lora" not in name}
+    teach_format(
+        model, tokenizer, reader, CELLS,
+        max_steps=2, prompts_per_step=2, learning_rate=0.01, threshold=2.0, seed=0,
+    )  # fmt: skip
+    assert "forward" not in vars(model.get_base_model())
+    assert model(ids).logits.shape == (1, ids.size(1), len(tokenizer))
+    assert all(torch.equal(p, base[name]) for name, p in model.named_parameters() if name in base)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_fused_head_is_removed_where_a_step_fails(monkeypatch):
+    model, tokenizer, reader = student()
+    monkeypatch.setattr(warm_start, "pack_groups", lambda *_, **__: 1 / 0)
+    settings = {"max_steps": 2, "prompts_per_step": 2, "learning_rate": 0.01, "threshold": 2.0, "seed": 0}
+    with pytest.raises(ZeroDivisionError):
+        teach_format(model, tokenizer, reader, CELLS, **settings)
+    assert "forward" not in vars(model.get_base_model())
+
+
+def test_it_ends_at_the_threshold_at_its_limit_or_when_asked(monkeypatch):
+    validities = iter([0.2, 0.95, 0.0])
+    monkeypatch.setattr(warm_start, "sampled_format_validity", lambda *_: next(validities))
+    monkeypatch.setattr(warm_start, "CHECK_EVERY_STEPS", 2)
+    report, _ = taught(max_steps=20, threshold=0.9)
+    assert report["steps"] == 4
+    assert report["format_validity"] == 0.95
+    report, _ = taught(max_steps=1, threshold=0.9)  # checked at the limit, too
+    assert report["format_validity"] == 0.0
+    report, _ = taught(max_steps=20, should_stop=lambda: True)
+    assert report["steps"] == 1
+
+
+# (texts in turn, share in form)
+VALIDITIES = {
+    "all": (["<think>go</think><answer>UP</answer>"], 1.0),
+    "half": (["<think>go</think><answer>UP</answer>", "UP"], 0.5),
+    # in form, but no action; an action, but not in form
+    "none": (["<think>go</think><answer>NORTH</answer>", "<answer>UP</answer>"], 0.0),
+}
+
+
+@pytest.mark.parametrize("case", VALIDITIES)
+@pytest.mark.parametrize("cell_count", [1, 11, 100])
+def test_sampled_format_validity(case, cell_count, monkeypatch):
+    texts, expected = VALIDITIES[case]
+    _, _, reader = student()
+    asked = []
+
+    def completions(_self, _model, prompts, samples):
+        asked.append(len(prompts) * samples)
+        return [texts[i % len(texts)] for i in range(asked[-1])]
+
+    monkeypatch.setattr(PolicyReader, "completions", completions)
+    cells = (CELLS * 10)[:cell_count]
+    assert sampled_format_validity(None, reader, cells) == pytest.approx(expected, abs=0.02)
+    assert asked[0] >= warm_start.SAMPLED_PROMPTS
