@@ -27,15 +27,17 @@ def written_whole(checkpoint: Path) -> Iterator[None]:
         kept = latest_checkpoint(checkpoint.parent)
         survivor = f"{kept.name} survives" if kept else "there is no earlier one"
         raise InputError(
-            f"{checkpoint}: could not be written ({error}); {survivor}. "
+            f"{checkpoint}: could not be written ({' '.join(str(error).split())}); {survivor}. "
             "Free disk space, then --resume_from_checkpoint auto"
         ) from error
 
 
 def latest_checkpoint(output_dir: Path) -> Path | None:
     """The complete checkpoint with the most steps, or None."""
-    found = [path.parent for path in output_dir.glob(f"checkpoint-*/{COMPLETE_MARK}")]
-    return max(found, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+    marks = output_dir.glob(f"checkpoint-*/{COMPLETE_MARK}")
+    steps_of = {mark.parent: mark.parent.name.removeprefix("checkpoint-") for mark in marks}
+    numbered = [path for path, steps in steps_of.items() if steps.isdecimal()]  # not a copy under a name of one's own
+    return max(numbered, key=lambda path: int(steps_of[path]), default=None)
 
 
 def remove_incomplete(output_dir: Path) -> None:

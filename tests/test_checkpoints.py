@@ -27,15 +27,7 @@ FAILURES = {
 }
 
 
-def _cases_with_an_open_bug(cases, case, reason):
-    """All cases, one of them known to fail until llm_policy/checkpoints.py is mended."""
-    mark = pytest.mark.xfail(strict=True, reason=reason)
-    return [pytest.param(name, marks=mark) if name == case else name for name in cases]
-
-
-@pytest.mark.parametrize(
-    "case", _cases_with_an_open_bug(FAILURES, "of several lines", "the error's lines are not joined")
-)
+@pytest.mark.parametrize("case", FAILURES)
 @pytest.mark.parametrize("earlier", [True, False])
 def test_a_failing_write_leaves_the_checkpoints_before_it_and_one_line(case, earlier, tmp_path):
     if earlier:
@@ -85,9 +77,7 @@ FOLDERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", _cases_with_an_open_bug(FOLDERS, "a name of one's own", "int('best') raises ValueError")
-)
+@pytest.mark.parametrize("case", FOLDERS)
 def test_latest_checkpoint(case, tmp_path):
     complete, incomplete, expected = FOLDERS[case]
     for name in complete + incomplete:
