@@ -71,6 +71,7 @@ def trainer_of(kind, architecture, folder, *, rewards=REWARDS, completions=None,
         "save_strategy": "no",
         "disable_tqdm": True,
         "logging_steps": 1,
+        "logging_nan_inf_filter": False,  # else the log shows 0 for a loss that is no number
         "output_dir": str(folder),
     }
     split = options.pop("split_actions", False)
@@ -115,6 +116,7 @@ def assert_same_step(architecture, folder, **options):
         torch.testing.assert_close(
             own[name], stock[name], rtol=1e-5, atol=1e-4 * moved, msg=lambda m, n=name: f"{n}: {m}"
         )
+    assert own_log["loss"] == pytest.approx(stock_log["loss"], rel=1e-4, abs=1e-5)
     return own_log, stock_log
 
 
@@ -122,7 +124,7 @@ def assert_same_step(architecture, folder, **options):
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_one_step_moves_the_weights_as_trls_trainer_does(architecture, loss_type, tmp_path):
     own_log, stock_log = assert_same_step(architecture, tmp_path, loss_type=loss_type)
-    for metric in ("loss", "grad_norm", "reward", "entropy", "clip_ratio/region_mean", "completions/mean_length"):
+    for metric in ("grad_norm", "reward", "entropy", "clip_ratio/region_mean", "completions/mean_length"):
         assert own_log[metric] == pytest.approx(stock_log[metric], abs=1e-4), metric
 
 
@@ -169,6 +171,8 @@ OPTIONS = {
     "cut completions masked": {"mask_truncated_completions": True},
     "cut completions masked, dapo": {"mask_truncated_completions": True, "entropy_coef": 0.1, "loss_type": "dapo"},
     "temperature": {"temperature": 0.7},
+    # log-probabilities of some -300: their exponential, the ratio to a skipped completion's 0, would overflow
+    "peaked policy": {"temperature": 0.02, "num_iterations": 2, "learning_rate": 1e-3},
     "ratios of whole completions": {"importance_sampling_level": "sequence", "num_iterations": 2, "max_steps": 2},
     "clipped gradient": {"max_grad_norm": 0.1},
     "rewards not scaled": {"scale_rewards": "none"},
@@ -379,14 +383,14 @@ def test_a_model_without_adapter_needs_no_copy():
 THOUGHT = "<think>I am at row 0, column 1.</think>"
 # (prompt, completion, whether its answer stands in the action's usual tokens, group advantage)
 REPLIES = [
+    # no answer at all
+    (2, "no idea", False, -0.9),
     (0, f"{THOUGHT}<answer>LEFT</answer>", True, 0.7),
     (0, f"{THOUGHT}<answer>UP</answer>", True, -0.4),
     # an action in the thought; another prompt, so other rewards
     (1, "<think>UP or DOWN</think><answer>DOWN</answer>", True, 1.1),
     # read by the reward, but in other tokens: an ordinary completion
     (1, f"{THOUGHT}<answer>right</answer>", False, 0.3),
-    # no answer at all
-    (2, "no idea", False, -0.9),
 ]
 ACTION_REWARDS = torch.tensor([[0.9, 0.1, 0.3, 0.2], [0.0, 1.0, 0.4, 0.8], [0.5, 0.6, 0.7, 0.0]])
 
