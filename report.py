@@ -16,7 +16,7 @@ from llm_policy.plots import curves_figure
 ROOT = Path(__file__).resolve().parent
 BEGIN, END = "<!-- results: written by report.py -->", "<!-- end of results -->"
 BASELINES = ("optimal", "uniform random", "best constant action")
-CURVES = ("make_train", "canonical_slippery", "original_reproduced")  # what the figure shows
+CURVES = ("canonical_slippery", "original_reproduced")  # what the figure shows
 
 
 def seeds_of(folder: Path) -> list[dict]:
@@ -114,7 +114,7 @@ def main() -> int:
         return int(new != text)
     readme.write_text(new)
     write_curves(results, ROOT / "results" / "learning_curves.png")
-    print(f"README.md and results/learning_curves.png written from {len(results)} results")
+    print(f"README.md written from {len(results)} results")
     return 0
 
 
