@@ -227,7 +227,7 @@ def save_evaluation(
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / "policy.png", dpi=120, bbox_inches="tight")
+        figure.savefig(folder / "policy.png", dpi=120)
         (folder / "evaluation.json").write_text(json.dumps(content, indent=1) + "\n")
     except OSError as error:
         raise InputError(f"--output_dir {folder}: cannot be written ({error})") from error

@@ -23,7 +23,7 @@ def policy_figure(grid: Grid, policies: Mapping[str, np.ndarray], optimal_SA: np
         optimal_SA: bool, actions that are optimal.
     """
     rows, columns = len(grid), len(grid[0])
-    figure = Figure(figsize=(3.0 * len(policies) * max(1.0, columns / rows), 3.4), layout="constrained")
+    figure = Figure(figsize=(3.0 * len(policies) * max(1.0, columns / rows), 3.7), layout="constrained")
     for axes, (title, policy_SA) in zip(
         figure.subplots(1, len(policies), squeeze=False)[0], policies.items(), strict=True
     ):

@@ -169,7 +169,7 @@ def test_command_with_baselines(tmp_path, capsys):
     assert "format_validity" not in judged["random"]
     with Image.open(out / "policy.png") as picture:
         picture.load()
-        assert picture.size == (4 * 3.0 * 120, 3.4 * 120)
+        assert picture.size == (4 * 3.0 * 120, 3.7 * 120)
         assert len(set(picture.convert("RGB").resize((200, 50)).getdata())) > 20, "an empty picture"
 
 
