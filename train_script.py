@@ -326,7 +326,7 @@ def build_dataset(table, script: ScriptArguments, training: GRPOConfig, tokenize
     needed = training.generation_batch_size // training.num_generations
     if len(rows) < needed:
         print(f"{len(rows)} states for {needed} prompts a batch: states are repeated")
-        rows = [rows[i % len(rows)] for i in range(-(-needed // len(rows)) * len(rows))][: max(needed, len(rows))]
+        rows = [rows[i % len(rows)] for i in range(needed)]
     return Dataset.from_list(rows)
 
 

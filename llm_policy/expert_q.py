@@ -27,6 +27,7 @@ from llm_policy.frozen_lake import (
     ACTIONS,
     Grid,
     acting_states,
+    default_horizon,
     lake_mdp,
     parse_state_text,
     read_grid,
@@ -117,11 +118,6 @@ def expert_q(grid: Grid, options: ExpertOptions, progress: bool = False) -> np.n
         learners = (options.batches, options.q_learning_steps, options.seed)
         return learn_q(grid, options.is_slippery, options.gamma, *learners, progress).mean(axis=0)
     raise InputError(f"--method {options.method}: expected value_iteration or q_learning")
-
-
-def default_horizon(grid: Grid) -> int:
-    """Gymnasium's step limits, 100 on 4x4 and 200 on 8x8, in proportion for other sizes."""
-    return 25 * max(len(grid), len(grid[0]))
 
 
 def expert_rows(grid: Grid, q_SA: np.ndarray, options: ExpertOptions, progress: bool = False) -> list[tuple]:
