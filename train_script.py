@@ -459,10 +459,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         action_rewards=lambda rows: (1.0 + scale.of_actions([row["q_values"] for row in rows])) / 2,
         action_entropy_coef=script.action_entropy_coef,
     )
-    first_cell = (table["grid"][0], table["state"][0])
+    first_cell, last_cell = [(table["grid"][row], table["state"][row]) for row in (0, len(table) - 1)]
     examples = [tokenizer.encode(format_example(*first_cell, a), add_special_tokens=False) for a in range(len(ACTIONS))]
     model.eval()  # under LoRA's dropout no two passes agree
-    trainer.check_against_stock(reader.prompt(*first_cell), examples)
+    trainer.check_against_stock([reader.prompt(*first_cell), reader.prompt(*last_cell)], examples)
     lines = {
         f"reward/always {ACTIONS[constant_action]}": float(rewards_PA[:, constant_action].mean()),
         "reward/uniform policy": float(rewards_PA.mean()),

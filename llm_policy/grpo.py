@@ -153,15 +153,16 @@ class PolicyTrainer(GRPOTrainer):
 
         prompt_ids, prompt_mask = input_ids[:, :-logits_to_keep], attention_mask[:, :-logits_to_keep].bool()
         row_of = {index: row for row, index in enumerate(scored)}
+        plain_model = self.accelerator.unwrap_model(model)
+        plain_model = plain_model.get_base_model() if hasattr(plain_model, "get_base_model") else plain_model
         packed = pack_groups(
             [prompt_ids[i][prompt_mask[i]].tolist() for i in scored],
             [input_ids[i, prompt_ids.size(1) :][: lengths_B[i]].tolist() for i in scored],
             [Branch(row_of[b.completion], b.start, b.token_ids) for b in self._branches],
             self._tokenizer.pad_token_id,
             input_ids.device,
+            share_prefix=not plain_model.is_activation_checkpointing,  # which drops a cache in the middle of a pass
         )
-        plain_model = self.accelerator.unwrap_model(model)
-        plain_model = plain_model.get_base_model() if hasattr(plain_model, "get_base_model") else plain_model
         with self.accelerator.autocast():
             log_probabilities_N, entropies_N = packed_log_probabilities(model, plain_model, packed)
         completions, self._branch_log_probabilities = packed.split(log_probabilities_N.float())
@@ -254,15 +255,20 @@ class PolicyTrainer(GRPOTrainer):
     # Checks ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def check_against_stock(self, prompt_ids: Sequence[int], completions: Sequence[Sequence[int]]) -> float:
-        """Score `completions` of one prompt packed and with TRL's pass; mean |difference|, or `InputError`."""
+    def check_against_stock(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> float:
+        """Score each completion after each prompt, packed and with TRL's pass; mean |difference|, or `InputError`.
+
+        Give several prompts: what they share is then computed apart from them, as in training.
+        """
         if not self.packed:
             return 0.0
         device = self.accelerator.device
         length = max(map(len, completions))
-        ids = torch.tensor([[*prompt_ids, *c, *[0] * (length - len(c))] for c in completions], device=device)
-        mask = torch.tensor([[1] * (len(prompt_ids) + len(c)) + [0] * (length - len(c)) for c in completions])
-        mask = mask.to(device)
+        prompt_length = max(map(len, prompts))
+        pairs = [(prompt_length - len(p), p, c, length - len(c)) for p in prompts for c in completions]
+        ids = torch.tensor([[*[0] * left, *p, *c, *[0] * right] for left, p, c, right in pairs], device=device)
+        mask = [[0] * left + [1] * (len(p) + len(c)) + [0] * right for left, p, c, right in pairs]
+        mask = torch.tensor(mask, device=device)
         own, _, _ = self._get_per_token_logps_and_entropies(self.model, ids, mask, length)
         stock, _, _ = super()._get_per_token_logps_and_entropies(self.model, ids, mask, length)
         difference = ((own - stock).abs() * mask[:, -length:]).sum() / mask[:, -length:].sum()

@@ -7,6 +7,9 @@ token and stops before the completion's last token, so that position t of a segm
     segment 1             p4 a0 a1              positions 4 5 6      predicts a0 a1 a2
     segment 2                      p4 b0        positions 4 5        predicts b0 b1
 
+What all prompts begin with (chat template, rules of the game) is computed once for all rows and stands before them as
+a key-value cache, through which the gradient flows: of 116 prompt tokens of the 4x4 lake 88 are the same everywhere.
+
 A branch is a segment that leaves a completion on the way ("what if the answer had been UP?"): it sees the prompt and
 the completion up to where it branches. Log-probabilities, entropies and gradients equal those of one row per completion
 (tests/test_packing.py, and `check_against_stock` on the real model before training).
@@ -18,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 TokenIds = Sequence[int]
 
@@ -34,14 +37,15 @@ class Branch:
 
 @dataclass
 class PackedGroups:
-    """P rows of L tokens, and where in them the N scored tokens are predicted.
+    """P rows of L tokens behind K tokens that they share, and where in the rows the N scored tokens are predicted.
 
     Scored tokens are ordered: all completions in the order given, token by token, then all branches.
     """
 
+    prefix_ids_K: torch.Tensor
     input_ids_PL: torch.Tensor
     position_ids_PL: torch.Tensor
-    visible_PLL: torch.Tensor  # bool: may the query (second axis) see the key (third axis)?
+    visible_PLM: torch.Tensor  # bool: may the query see the key? M = K + L keys, the prefix first
     predictor_N: torch.Tensor  # index into the flattened P * L positions
     labels_N: torch.Tensor  # token ids
     completion_lengths: list[int]
@@ -59,6 +63,7 @@ def pack_groups(
     branches: Sequence[Branch] = (),
     pad_token_id: int = 0,
     device: torch.device | str = "cpu",
+    share_prefix: bool = True,
 ) -> PackedGroups:
     """Pack B completions with their B prompts; equal prompts share a row, whichever completion they belong to.
 
@@ -66,7 +71,9 @@ def pack_groups(
         prompts: token ids of each completion's prompt (B lists, at least one token each).
         completions: token ids of each completion (B lists, at least one token each).
         branches: alternatives to score; their tokens come after the completions' in `predictor_N`.
+        share_prefix: whether what all prompts begin with is taken out of the rows.
     """
+    shared = len(common_prefix([prompt[:-1] for prompt in prompts])) if share_prefix else 0
     row_of_prompt: dict[tuple[int, ...], int] = {}
     rows: list[_Row] = []
     completion_segments: list[tuple[int, int, int]] = []  # row, first position in the row, segment number
@@ -74,7 +81,7 @@ def pack_groups(
         key = tuple(prompt)
         if key not in row_of_prompt:
             row_of_prompt[key] = len(rows)
-            rows.append(_Row(key))
+            rows.append(_Row(key[shared:-1], shared))
         row = row_of_prompt[key]
         tokens = [key[-1], *completion[:-1]]
         completion_segments.append((row, *rows[row].append(tokens, len(key) - 1, parent=0, branch_position=len(key))))
@@ -100,9 +107,10 @@ def pack_groups(
     visible_PLL |= in_parent & (positions_PL[:, None, :] < branch_positions_PL[:, :, None])
     visible_PLL |= (segments_PL[:, None, :] == 0) & (segments_PL[:, :, None] > 0)  # everyone sees the prompt
     return PackedGroups(
+        prefix_ids_K=torch.tensor(prompts[0][:shared], dtype=torch.long, device=device),
         input_ids_PL=tokens_PL,
         position_ids_PL=positions_PL,
-        visible_PLL=visible_PLL,
+        visible_PLM=torch.cat([visible_PLL.new_ones(*tokens_PL.shape, shared), visible_PLL], dim=2),
         predictor_N=torch.tensor([row * length + column for row, column in predictors], device=device),
         labels_N=torch.tensor(labels, device=device),
         completion_lengths=[len(completion) for completion in completions],
@@ -110,13 +118,21 @@ def pack_groups(
     )
 
 
+def common_prefix(sequences: Sequence[TokenIds]) -> TokenIds:
+    """What all sequences begin with; nothing where they are one and the same, for then nothing is gained."""
+    first, last = min(map(tuple, sequences)), max(map(tuple, sequences))
+    if first == last:
+        return ()
+    return first[: next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
+
+
 class _Row:
     """One packed row while it grows. Segment 0 is the prompt; padding has segment -1 and sees only itself."""
 
-    def __init__(self, prompt: tuple[int, ...]) -> None:
-        count = len(prompt) - 1
-        self.tokens = list(prompt[:-1])
-        self.positions = list(range(count))
+    def __init__(self, prompt: TokenIds, position: int) -> None:
+        count = len(prompt)
+        self.tokens = list(prompt)
+        self.positions = list(range(position, position + count))
         self.segments = [0] * count
         self.parents = [0] * count
         self.branch_positions = [0] * count
@@ -145,29 +161,56 @@ class _Row:
 
 
 def attention_mask(model: PreTrainedModel, packed: PackedGroups) -> torch.Tensor | dict[str, torch.Tensor]:
-    """`packed.visible_PLL` in the form that the model's attention takes (one mask, or one for each kind of layer).
+    """`packed.visible_PLM` in the form that the model's attention takes (one mask, or one for each kind of layer).
 
     Sliding-window layers see, besides, only the last `config.sliding_window` positions.
     """
     config = model.config.get_text_config()
 
-    def as_mask(visible_PLL: torch.Tensor) -> torch.Tensor:
-        visible_P1LL = visible_PLL[:, None]
+    def as_mask(visible_PLM: torch.Tensor) -> torch.Tensor:
+        visible_P1LM = visible_PLM[:, None]
         if config._attn_implementation == "sdpa":
-            return visible_P1LL
-        return torch.zeros(visible_P1LL.shape, dtype=model.dtype, device=visible_PLL.device).masked_fill_(
-            ~visible_P1LL, torch.finfo(model.dtype).min
+            return visible_P1LM
+        return torch.zeros(visible_P1LM.shape, dtype=model.dtype, device=visible_PLM.device).masked_fill_(
+            ~visible_P1LM, torch.finfo(model.dtype).min
         )
 
     window = getattr(config, "sliding_window", None)
     layer_types = set(getattr(config, "layer_types", None) or ())
     if window is None or layer_types == {"full_attention"}:
-        return as_mask(packed.visible_PLL)
-    distance_PLL = packed.position_ids_PL[:, :, None] - packed.position_ids_PL[:, None, :]
-    sliding = as_mask(packed.visible_PLL & (distance_PLL < window))
+        return as_mask(packed.visible_PLM)
+    prefix_positions_K = torch.arange(len(packed.prefix_ids_K), device=packed.position_ids_PL.device)
+    key_positions_PM = torch.cat(
+        [prefix_positions_K.expand(len(packed.position_ids_PL), -1), packed.position_ids_PL], dim=1
+    )
+    distance_PLM = packed.position_ids_PL[:, :, None] - key_positions_PM[:, None, :]
+    sliding = as_mask(packed.visible_PLM & (distance_PLM < window))
     if not layer_types:  # an architecture in which every layer slides
         return sliding
-    return {"full_attention": as_mask(packed.visible_PLL), "sliding_attention": sliding}
+    return {"full_attention": as_mask(packed.visible_PLM), "sliding_attention": sliding}
+
+
+@contextmanager
+def behind_prefix(backbone: nn.Module, prefix_ids_K: torch.Tensor, rows: int) -> Iterator[None]:
+    """Inside, `backbone` computes `prefix_ids_K` first and puts its keys and values, with gradient, before every row.
+
+    A hook, so that it happens within the call of whatever wraps the model for several processes.
+    """
+
+    def compute_prefix(module, arguments, keywords):
+        cache = DynamicCache()  # told of no sliding windows: what a layer sees is the mask's business
+        module.forward(input_ids=prefix_ids_K.unsqueeze(0), past_key_values=cache, use_cache=True)
+        cache.batch_repeat_interleave(rows)
+        return arguments, {**keywords, "past_key_values": cache}
+
+    if len(prefix_ids_K) == 0:
+        yield
+        return
+    handle = backbone.register_forward_pre_hook(compute_prefix, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager
@@ -197,7 +240,9 @@ def packed_log_probabilities(
         model: what to call: the model itself, or its wrapper for several processes.
         plain_model: the transformers model inside, after `trl.trainer.utils.add_fused_lm_head`.
     """
-    with only_positions(plain_model.base_model, packed.predictor_N):
+    backbone = plain_model.base_model
+    prefix = behind_prefix(backbone, packed.prefix_ids_K, len(packed.input_ids_PL))
+    with prefix, only_positions(backbone, packed.predictor_N):
         output = model(
             input_ids=packed.input_ids_PL,
             position_ids=packed.position_ids_PL,

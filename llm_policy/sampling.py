@@ -1,12 +1,14 @@
 """Sampling with each prompt computed once: prefill the unique prompts, fan the cache out to the group, decode.
 
-Everything after the prefill is `generate` of transformers, so that every sampling option keeps its meaning.
+What all prompts begin with is prefilled once for all of them. Everything after the prefill is `generate` of transformers, so that every sampling option keeps its meaning.
 """
 
 from collections.abc import Sequence
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+
+from llm_policy.packing import common_prefix
 
 TokenIds = Sequence[int]
 
@@ -49,18 +51,28 @@ def sample_completions(
 def _sample_batch(
     model: PreTrainedModel, prompts: Sequence[TokenIds], generation_config: GenerationConfig, group: int
 ) -> list[list[int]]:
+    config = model.config.get_text_config()
+    # Padding stands behind the shared prefix, which a sliding window, counting places, would take for tokens.
+    slides = getattr(config, "sliding_window", None) is not None
+    shared = 0 if slides else len(common_prefix([prompt[:-1] for prompt in prompts]))
     length = max(map(len, prompts))
+    padding = [length - len(prompt) for prompt in prompts]
     pad = generation_config.pad_token_id
-    ids_PL = torch.tensor([[pad] * (length - len(p)) + list(p) for p in prompts], device=model.device)
-    mask_PL = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    padded = [[*p[:shared], *[pad] * n, *p[shared:]] for p, n in zip(prompts, padding, strict=True)]
+    mask = [[1] * shared + [0] * n + [1] * (length - shared - n) for n in padding]
+    ids_PL = torch.tensor(padded, device=model.device)
+    mask_PL = torch.tensor(mask, device=model.device)
     positions_PL = (mask_PL.cumsum(1) - 1).clamp(min=0)
 
     # The cache holds all but the last prompt token; generate computes that one per completion, as it must.
-    cache = DynamicCache(config=model.config.get_text_config())
+    cache = DynamicCache(config=config)
+    if shared:
+        model.base_model(input_ids=ids_PL[:1, :shared], past_key_values=cache, use_cache=True)
+        cache.batch_repeat_interleave(len(prompts))
     model.base_model(
-        input_ids=ids_PL[:, :-1],
+        input_ids=ids_PL[:, shared:-1],
         attention_mask=mask_PL[:, :-1],
-        position_ids=positions_PL[:, :-1],
+        position_ids=positions_PL[:, shared:-1],
         past_key_values=cache,
         use_cache=True,
     )

@@ -78,6 +78,7 @@ def teach_format(
                     [tokenizer.encode(format_example(*cell), add_special_tokens=False) + end for cell in batch],
                     pad_token_id=tokenizer.pad_token_id,
                     device=device,
+                    share_prefix=not base_model.is_activation_checkpointing,
                 )
                 with torch.autocast(device.type, torch.bfloat16, enabled=base_model.dtype == torch.bfloat16):
                     log_probabilities_N, _ = packed_log_probabilities(model, base_model, packed)

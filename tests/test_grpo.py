@@ -203,9 +203,9 @@ def scored_completions(monkeypatch) -> list[int]:
     """The number of completions in each packed pass from now on."""
     counts = []
 
-    def counting(prompts, completions, *arguments):
+    def counting(prompts, completions, *arguments, **options):
         counts.append(len(completions))
-        return packing.pack_groups(prompts, completions, *arguments)
+        return packing.pack_groups(prompts, completions, *arguments, **options)
 
     monkeypatch.setattr(grpo, "pack_groups", counting)
     return counts
@@ -255,22 +255,23 @@ def test_a_step_with_all_completions_masked_leaves_the_weights_finite(options, t
 # The check before training ---------------------------------------------------------------------------------------
 
 EXAMPLES = [token_ids(length, seed=length) for length in (12, 5, 9)]
+CHECKED_PROMPTS = [token_ids(30), [*token_ids(20), *token_ids(6, seed=9)]]  # 20 tokens stand before both
 right_mask = packing.attention_mask
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
 def test_the_check_passes_where_packing_is_right(architecture, tmp_path):
     trainer = trainer_of(PolicyTrainer, architecture, tmp_path)
-    assert 0 < trainer.check_against_stock(token_ids(30), EXAMPLES) < 1e-5
+    assert 0 < trainer.check_against_stock(CHECKED_PROMPTS, EXAMPLES) < 1e-5
 
 
 def _sees_other_completions(model, packed):
-    packed.visible_PLL = torch.ones_like(packed.visible_PLL).tril()
+    packed.visible_PLM = torch.ones_like(packed.visible_PLM).tril(len(packed.prefix_ids_K))
     return right_mask(model, packed)
 
 
 def _sees_nothing_before_the_completion(model, packed):
-    packed.visible_PLL &= packed.visible_PLL.int().cumsum(2) > 28
+    packed.visible_PLM &= packed.visible_PLM.int().cumsum(2) > 28
     return right_mask(model, packed)
 
 
@@ -284,7 +285,7 @@ def test_the_check_refuses_a_wrong_mask(architecture, damage, tmp_path, monkeypa
     trainer = trainer_of(PolicyTrainer, architecture, tmp_path)
     monkeypatch.setattr(packing, "attention_mask", damage)
     with pytest.raises(InputError) as error:
-        trainer.check_against_stock(token_ids(30), EXAMPLES)
+        trainer.check_against_stock(CHECKED_PROMPTS, EXAMPLES)
     assert trainer.model.config.model_type in str(error.value)
     assert "--packed false" in str(error.value)
     assert "\n" not in str(error.value)
@@ -295,7 +296,7 @@ def test_the_check_refuses_numbers_that_are_none(tmp_path, monkeypatch):
     scores = packing.packed_log_probabilities
     monkeypatch.setattr(grpo, "packed_log_probabilities", lambda *a: [v * torch.nan for v in scores(*a)])
     with pytest.raises(InputError, match=r"llama.*--packed false"):
-        trainer.check_against_stock(token_ids(30), EXAMPLES)
+        trainer.check_against_stock(CHECKED_PROMPTS, EXAMPLES)
 
 
 # Sampling --------------------------------------------------------------------------------------------------------

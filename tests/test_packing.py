@@ -21,6 +21,13 @@ CASES = {
     "ragged prompts": ([LONG, SHORT, SINGLE], ANSWERS[:3], [], 3),
     # equal prompts that do not stand next to each other share a row, and the order of the scores stays
     "scattered groups": ([LONG, SHORT, LONG, SHORT], ANSWERS, [], 2),
+    # 30 tokens that all begin with, 12 more, 7 more and none: they stand before three rows as a cache
+    "shared prefix": (
+        [LONG + token_ids(12, seed=4), LONG + SHORT, LONG, LONG + SHORT],
+        ANSWERS,
+        [Branch(0, 4, (12,)), Branch(1, 0, (13, 14)), Branch(2, 4, tuple(SHORT))],
+        3,
+    ),
     # one other token at the beginning, in the middle and at the end
     "branches of one token": (
         [LONG] * 2,
@@ -77,8 +84,9 @@ def test_packed_scores_equal_plain_ones(architecture, case, temperature):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
-def test_gradients_flow_through_the_shared_prompt_as_through_plain_rows(architecture):
-    prompts, completions, branches, _ = CASES["long branches"]
+@pytest.mark.parametrize("case", ["long branches", "shared prefix"])
+def test_gradients_flow_through_what_is_shared_as_through_plain_rows(architecture, case):
+    prompts, completions, branches, _ = CASES[case]
     model = random_policy(architecture)
     packed = pack_groups([*prompts, LONG], [*completions, ANSWERS[3]], branches)
 
@@ -96,11 +104,11 @@ def test_gradients_flow_through_the_shared_prompt_as_through_plain_rows(architec
 
 
 def _blind_to_prompt(packed):
-    packed.visible_PLL[:, len(LONG) - 1 :, : len(LONG) - 1] = False
+    packed.visible_PLM[:, len(LONG) - 1 :, : len(LONG) - 1] = False
 
 
 def _without_segments(packed):
-    packed.visible_PLL[:] = torch.ones_like(packed.visible_PLL).tril()
+    packed.visible_PLM[:] = torch.ones_like(packed.visible_PLM).tril()
 
 
 def _positions_that_go_on(packed):
@@ -133,7 +141,7 @@ def test_the_sliding_window_is_part_of_the_mask():
     assert largest_difference(model, packed, expected) > 1e-3
 
 
-@pytest.mark.parametrize("case", ["ragged prompts", "long branches"])
+@pytest.mark.parametrize("case", ["ragged prompts", "long branches", "shared prefix"])
 @torch.no_grad()
 def test_an_architecture_in_which_every_layer_slides(case):
     prompts, completions, branches, _ = CASES[case]
@@ -152,7 +160,7 @@ def test_an_architecture_in_which_every_layer_slides(case):
 @pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
 @torch.no_grad()
 def test_eager_attention_takes_the_mask_in_its_own_form(architecture):
-    prompts, completions, branches, _ = CASES["long branches"]
+    prompts, completions, branches, _ = CASES["shared prefix"]
     model = random_policy(architecture)
     model.set_attn_implementation("eager")
     packed = pack_groups(prompts, completions, branches)
@@ -165,7 +173,7 @@ def test_the_row_of_the_docstring():
     assert packed.position_ids_PL.tolist() == [[0, 1, 2, 3, 4, 5, 6, 4, 5]]
     assert packed.predictor_N.tolist() == [4, 5, 6, 7, 8]
     assert packed.labels_N.tolist() == [6, 7, 8, 6, 9]
-    assert packed.visible_PLL[0].int().tolist()[4:] == [
+    assert packed.visible_PLM[0].int().tolist()[4:] == [
         [1, 1, 1, 1, 1, 0, 0, 0, 0],
         [1, 1, 1, 1, 1, 1, 0, 0, 0],
         [1, 1, 1, 1, 1, 1, 1, 0, 0],
@@ -179,3 +187,14 @@ def test_equal_prompts_share_their_computation():
     together = pack_groups([token_ids(100)] * 8, [token_ids(10)] * 8)
     assert apart.input_ids_PL.numel() == 8 * 109
     assert together.input_ids_PL.numel() == 99 + 8 * 10
+
+
+def test_what_all_prompts_begin_with_is_computed_once():
+    prompts = [token_ids(90) + token_ids(20, seed=i) for i in range(8)]
+    packed = pack_groups(prompts, [token_ids(10)] * 8)
+    assert packed.prefix_ids_K.tolist() == token_ids(90)
+    assert packed.input_ids_PL.shape == (8, 29)
+    assert packed.position_ids_PL[0].tolist() == list(range(90, 119))
+    apart = pack_groups(prompts, [token_ids(10)] * 8, share_prefix=False)
+    assert len(apart.prefix_ids_K) == 0
+    assert apart.input_ids_PL.shape == (8, 119)

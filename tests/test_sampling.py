@@ -35,6 +35,25 @@ def test_greedy_equals_generate_on_each_prompt_alone(architecture):
     assert sample_completions(model, PROMPTS, config, GROUP) == [c for c in alone for _ in range(GROUP)]
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
+def test_a_shared_prefix_changes_no_token(architecture):
+    model, config = random_policy(architecture), generation(**GREEDY)
+    prompts = [token_ids(20) + ending for ending in PROMPTS] + [token_ids(20)]
+    alone = [generated_alone(model, prompt, config) for prompt in prompts]
+    assert sample_completions(model, prompts, config, GROUP) == [c for c in alone for _ in range(GROUP)]
+
+
+def test_a_shared_prefix_is_prefilled_once():
+    model = random_policy("llama")
+    shapes = []
+    handle = model.base_model.register_forward_hook(
+        lambda _module, _arguments, options, output: shapes.append(tuple(options["input_ids"].shape)), with_kwargs=True
+    )
+    sample_completions(model, [token_ids(20) + ending for ending in PROMPTS], generation(max_new_tokens=2), GROUP)
+    handle.remove()
+    assert shapes == [(1, 20), (4, 39), (12, 1), (12, 1)]
+
+
 @pytest.mark.parametrize("rows_per_batch", [1, GROUP, 2 * GROUP + 1, 100])
 def test_the_batch_size_changes_nothing(rows_per_batch):
     model, config = random_policy("llama"), generation(**GREEDY)
