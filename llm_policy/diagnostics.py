@@ -140,8 +140,11 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         return scores
 
     def full_verdict(self) -> str:
-        """The verdict of the last evaluation and, where it holds, since when no group has had any variance."""
-        if self.unanimous_since is None:
+        """The verdict of the last evaluation and, where it holds, since when no group has had any variance.
+
+        Groups that agree on the optimal action are what learning ends in, no collapse.
+        """
+        if self.unanimous_since is None or self.verdict.startswith("learned"):
             return self.verdict
         return f"{self.verdict}; collapsed: 100 % unanimous groups since step {self.unanimous_since}"
 
