@@ -21,7 +21,20 @@ NOT_SLIPPERY = "Not slippery: you always move as chosen."
 # Warm start and nothing else: what a well-formed reply looks like. It repeats the observation and names no action.
 THOUGHT = "I am at row {row}, column {column}."
 
-OBSERVATIONS = ("grid", "coordinates", "neighbours")
+OBSERVATIONS = ("grid", "coordinates", "neighbours", "original")
+
+# The original's prompt, rebuilt from what is known of it (README, LOG.md): the agent's place is nothing but a colour
+# code, the ice is not said to be slippery, and the three examples answer RIGHT, DOWN, DOWN where the expert goes LEFT,
+# UP, LEFT. `--check` reports all of that; it is here to be compared with.
+ORIGINAL_PROMPT = (
+    "You are an agent on a frozen lake. S is the start, F frozen, H a hole, G the goal. Reach the goal without falling "
+    "into a hole. Think in <think></think> tags, then give one of LEFT, DOWN, RIGHT, UP in <answer></answer> tags."
+)
+ORIGINAL_EXAMPLES = (
+    (0, "The goal is to the right and below, I move right.", "RIGHT"),
+    (1, "The goal is below, I move down.", "DOWN"),
+    (4, "Below is frozen ice, I move down.", "DOWN"),
+)
 _LETTER_NAMES = {"S": "ice", "F": "ice", "H": "hole", "G": "goal"}
 
 
@@ -30,13 +43,15 @@ def observation_text(grid: Grid, state: int, observation: str = "coordinates") -
 
     Args:
         observation: `grid` shows the map with the agent as A; `coordinates` puts row and column (from 0) above it;
-            `neighbours` adds what lies one step away in each direction.
+            `neighbours` adds what lies one step away in each direction; `original` marks the agent's cell with an ANSI
+            colour, as Gymnasium's text rendering does.
     """
     if observation not in OBSERVATIONS:
         raise InputError(f"--observation {observation!r}: expected one of {', '.join(OBSERVATIONS)}")
     row, column = divmod(state, len(grid[0]))
-    lines = [line[:column] + "A" + line[column + 1 :] if r == row else line for r, line in enumerate(grid)]
-    if observation != "grid":
+    agent = f"\x1b[41m{grid[row][column]}\x1b[0m" if observation == "original" else "A"
+    lines = [line[:column] + agent + line[column + 1 :] if r == row else line for r, line in enumerate(grid)]
+    if observation in ("coordinates", "neighbours"):
         lines.insert(0, f"You are at row {row}, column {column}.")
     if observation == "neighbours":
         lines.append(", ".join(f"{name}: {_neighbour(grid, row, column, a)}" for a, name in enumerate(ACTIONS)) + ".")
@@ -51,7 +66,17 @@ def _neighbour(grid: Grid, row: int, column: int, action: int) -> str:
 
 
 def policy_messages(grid: Grid, state: int, is_slippery: bool, observation: str = "coordinates") -> Messages:
-    """The prompt of one state: a system turn (task, dynamics, answer form) and a user turn (the observation)."""
+    """The prompt of one state: a system turn (task, dynamics, answer form) and a user turn (the observation).
+
+    With the observation `original` one user turn: task, three examples on the same map, observation.
+    """
+    if observation == "original":
+        examples = [
+            f"{observation_text(grid, place, observation)}\n<think>{thought}</think><answer>{action}</answer>"
+            for place, thought, action in ORIGINAL_EXAMPLES
+        ]
+        text = "\n\n".join([ORIGINAL_PROMPT, *examples, observation_text(grid, state, observation)])
+        return [{"role": "user", "content": text}]
     system = SYSTEM_PROMPT.format(dynamics=SLIPPERY if is_slippery else NOT_SLIPPERY)
     user = observation_text(grid, state, observation)
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]

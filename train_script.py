@@ -3,6 +3,7 @@
     python train_script.py                                         # configuration by hardware, says which
     python train_script.py --config configs/gemma_2b_it.yaml       # one GPU
     sbatch train_script.sh                                         # cluster
+    python train_script.py --check only                            # what is wrong with data and prompts, no training
     python train_script.py --resume_from_checkpoint auto           # go on after a kill
     python train_script.py --help                                  # this script's options, then TRL's
 
@@ -37,18 +38,20 @@ from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantiz
 from evaluate_policy import RUN_FILE, evaluate_policies, model_policies, print_table, save_evaluation
 from llm_policy.checkpoints import COMPLETE_MARK, latest_checkpoint, remove_incomplete
 from llm_policy.diagnostics import STOP_CONDITIONS, MetricsFile, PolicyDiagnostics
-from llm_policy.errors import InputError, run_script
+from llm_policy.errors import EXIT_INPUT_ERROR, InputError, run_script
 from llm_policy.expert_q import read_expert_csv
-from llm_policy.frozen_lake import ACTIONS, Grid
+from llm_policy.frozen_lake import ACTIONS, Grid, random_grids, shortest_path_policy
 from llm_policy.grpo import OBJECTIVES, PolicyTrainer
+from llm_policy.linter import lint
 from llm_policy.models import ROOT, load_model, load_tokenizer
 from llm_policy.policy_table import PolicyReader
 from llm_policy.warm_start import join_adapters, sampled_format_validity, teach_format
-from prompts import OBSERVATIONS, check_prompt, fit_to_template, format_example, policy_messages, prompt_token_ids
+from prompts import OBSERVATIONS, Messages, fit_to_template, format_example, policy_messages
 from rewards import REWARD_SHAPES, AdvantageReward, reward_functions
 
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 WARM_STARTS = ("auto", "always", "never")
+CHECKS = ("stop", "warn", "only")
 CONFIG_FILE = "resolved_config.yaml"
 WARM_START_FOLDER, GRPO_FOLDER = "warm_start", "grpo"  # the two adapters that are joined in the end
 EVALUATION_FILE = "evaluation.json"
@@ -58,7 +61,7 @@ TRL_CHOICES = {
     "scale_rewards": ("group", "batch", "none"),
     "importance_sampling_level": ("token", "sequence"),
 }
-MAPS_JUDGED = 20  # of a CSV with many maps, in the evaluations of a run
+MAPS_JUDGED = 20  # of many maps, in the evaluations between steps (of the CSV's own, at the end too)
 
 
 @dataclass
@@ -97,6 +100,18 @@ class ScriptArguments:
     evaluate_steps: int = field(
         default=10, metadata={"help": "Judge the greedy policy exactly every so many steps; 0: at the end only."}
     )
+    test_maps: int = field(
+        default=0,
+        metadata={"help": "Judge on so many random maps that are not in the CSV; 0: on the CSV's own."},
+    )
+    test_map_seed: int = field(default=1, metadata={"help": "Of the test maps."})
+    check: str = field(
+        default="stop",
+        metadata={
+            "help": "Data and prompts before the first step. stop: an error ends the run; warn: say it and go on; "
+            "only: say it and end."
+        },
+    )
     samples_per_state: int = field(
         default=8, metadata={"help": "Completions per state for the sampled distribution in the last table."}
     )
@@ -110,6 +125,7 @@ class ScriptArguments:
             "objective": OBJECTIVES,
             "warm_start": WARM_STARTS,
             "stop_when": STOP_CONDITIONS,
+            "check": CHECKS,
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -121,6 +137,8 @@ class ScriptArguments:
             "warm_start_prompts": 1,
             "episodes": 1,
             "evaluate_steps": 0,
+            "test_maps": 0,
+            "test_map_seed": 0,
             "samples_per_state": 0,
         }
         for name, value in least.items():
@@ -308,21 +326,47 @@ def disk_errors() -> Iterator[None]:
 # The job ---------------------------------------------------------------------------------------------------------
 
 
-def build_dataset(table, script: ScriptArguments, training: GRPOConfig, tokenizer, context_tokens: int) -> Dataset:
-    """One row a state: `prompt` (messages), `q_values`, `state`, `map`. Repeated where a batch needs more rows."""
-    rows = []
-    for record in table.to_dict("records"):
-        messages = policy_messages(record["grid"], record["state"], script.is_slippery, script.observation)
-        messages = fit_to_template(messages, tokenizer)
-        check_prompt(prompt_token_ids(messages, tokenizer), tokenizer, context_tokens, training.max_completion_length)
-        rows.append(
-            {
-                "prompt": messages,
-                "q_values": record["q_values"],
-                "state": record["state"],
-                "map": "|".join(record["grid"]),
-            }
+def judged_grids(table, script: ScriptArguments) -> list[Grid]:
+    """The maps of the final table: `test_maps` new ones of the size of the CSV's first, or the CSV's own."""
+    own = list(dict.fromkeys(table["grid"]))
+    if not script.test_maps:
+        return own[:MAPS_JUDGED]
+    drawn = random_grids(script.test_maps + len(own), len(own[0]), script.test_map_seed)
+    seen = set(own)
+    return [grid for grid in drawn if grid not in seen][: script.test_maps]
+
+
+def check_data(
+    table, prompts: list[Messages], grids: list[Grid], script: ScriptArguments, scale: AdvantageReward, tokenizer,
+    context_tokens: int, max_completion_tokens: int,
+) -> bool:  # fmt: skip
+    """Print what the linter finds; False where it found an error. `InputError` for one under `--check stop`."""
+    findings = lint(
+        table, prompts, tokenizer, script.is_slippery, scale, context_tokens, max_completion_tokens,
+        evaluation_grids=grids if script.test_maps else (),
+    )  # fmt: skip
+    errors = [finding for finding in findings if finding.is_error]
+    for finding in findings:
+        if script.check != "stop" or not finding.is_error:
+            print(f"{script.expert_csv}: {finding}", flush=True)
+    if errors and script.check == "stop":
+        raise InputError(
+            f"{script.expert_csv}: {errors[0].rule}: {errors[0].message} (--check warn goes on all the same)"
         )
+    return not errors
+
+
+def build_dataset(table, prompts: list[Messages], training: GRPOConfig) -> Dataset:
+    """One row a state: `prompt` (messages), `q_values`, `state`, `map`. Repeated where a batch needs more rows."""
+    rows = [
+        {
+            "prompt": messages,
+            "q_values": record["q_values"],
+            "state": record["state"],
+            "map": "|".join(record["grid"]),
+        }
+        for record, messages in zip(table.to_dict("records"), prompts, strict=True)
+    ]
     needed = training.generation_batch_size // training.num_generations
     if len(rows) < needed:
         print(f"{len(rows)} states for {needed} prompts a batch: states are repeated")
@@ -388,7 +432,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     resume = prepare_output_dir(output_dir, training.resume_from_checkpoint)
     table = read_expert_csv(script.expert_csv)
-    grids: list[Grid] = list(dict.fromkeys(table["grid"]))[:MAPS_JUDGED]
+    grids = judged_grids(table, script)
     print(f"{script.expert_csv}: {table['count'].sum()} rows, {len(table)} states, {table['grid'].nunique()} maps")
 
     steps_per_batch = training.steps_per_generation * training.num_iterations // training.gradient_accumulation_steps
@@ -421,7 +465,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         raise InputError(f"--lora_target_modules {model_config.lora_target_modules}: {error}") from error
     context_tokens = model.config.get_text_config().max_position_embeddings
-    dataset = build_dataset(table, script, training, tokenizer, context_tokens)
+    scale = AdvantageReward(script.reward_shape, script.optimal_bonus, script.cap_bonus)
+    prompts = [
+        fit_to_template(policy_messages(grid, state, script.is_slippery, script.observation), tokenizer)
+        for grid, state in zip(table["grid"], table["state"], strict=True)
+    ]
+    limits = (context_tokens, training.max_completion_length)
+    is_clean = check_data(table, prompts, grids, script, scale, tokenizer, *limits)
+    if script.check == "only":
+        print("no errors" if is_clean else "errors: see above")
+        return 0 if is_clean else EXIT_INPUT_ERROR
+    dataset = build_dataset(table, prompts, training)
     reader = PolicyReader(tokenizer, script.is_slippery, script.observation, training.max_completion_length)
     settings = {"map": list(grids[0]), "is_slippery": script.is_slippery, "observation": script.observation}
     write_run_files(output_dir, (script, training, model_config), config, training.seed, settings)
@@ -441,7 +495,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if warm_start["steps"]:
         adapters.append(output_dir / WARM_START_FOLDER)
 
-    scale = AdvantageReward(script.reward_shape, script.optimal_bonus, script.cap_bonus)
     functions = reward_functions(scale)
     if training.reward_weights is None:
         training.reward_weights = [1.0] + [0.0] * (len(functions) - 1)  # the components are logged, the mean is learnt
@@ -468,7 +521,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "reward/uniform policy": float(rewards_PA.mean()),
         "reward/optimal policy": float(rewards_PA.max(axis=1).mean()),
     }
-    diagnostics = PolicyDiagnostics(trainer, reader, grids, script.evaluate_steps, script.stop_when, lines)
+    diagnostics = PolicyDiagnostics(
+        trainer, reader, grids[:MAPS_JUDGED], script.evaluate_steps, script.stop_when, lines
+    )
     for unwanted in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(unwanted)
     for callback in (diagnostics, stop, MetricsFile(output_dir / "metrics.jsonl")):
@@ -499,6 +554,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     tables, validities = model_policies(trained, reader, grids, "trained", script.samples_per_state)
     untrained_tables, untrained_validities = json.loads(untrained.read_text())
     untrained_tables = {name: [np.array(t) for t in rows] for name, rows in untrained_tables.items()}
+    if script.test_maps:
+        tables["shortest path"] = [shortest_path_policy(grid) for grid in grids]
     evaluated = evaluate_policies(
         untrained_tables | tables,
         grids,

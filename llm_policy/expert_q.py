@@ -2,6 +2,7 @@
 
     python -m llm_policy.expert_q --output expert_demos_batched_avg_q.csv --overwrite    the committed file, bit for bit
     python -m llm_policy.expert_q --map 8x8 --output lake_8x8.csv
+    python -m llm_policy.expert_q --random_maps 2000 --rows states --output lakes.csv    many maps, each state once
     python -m llm_policy.expert_q --method q_learning --output learned.csv               learned instead of computed
 
 Columns: state,state_str,action,action_text,q_value_left,q_value_down,q_value_right,q_value_up,reward,next_state,done,
@@ -30,6 +31,7 @@ from llm_policy.frozen_lake import (
     default_horizon,
     lake_mdp,
     parse_state_text,
+    random_grids,
     read_grid,
     state_text,
 )
@@ -52,6 +54,9 @@ class ExpertOptions:
     """What the CSV is made of. `horizon_steps=None` means 25 times the longer side: 100 on 4x4 and 200 on 8x8."""
 
     map: str = "4x4"
+    random_maps: int = 0
+    map_size: int = 4
+    rows: str = "episodes"
     is_slippery: bool = True
     # Below 1, so that a shorter way is better and no action ties that waits for ever.
     gamma: float = 0.99
@@ -69,8 +74,9 @@ class ExpertOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"--{name} {value}: expected a whole number >= 1")
-        if self.seed < 0:
-            raise InputError(f"--seed {self.seed}: expected a whole number >= 0")
+        for name in ("seed", "random_maps"):
+            if getattr(self, name) < 0:
+                raise InputError(f"--{name} {getattr(self, name)}: expected a whole number >= 0")
         if not 0 <= self.gamma <= 1:
             raise InputError(f"--gamma {self.gamma}: expected a number from 0 to 1")
 
@@ -121,7 +127,11 @@ def expert_q(grid: Grid, options: ExpertOptions, progress: bool = False) -> np.n
 
 
 def expert_rows(grid: Grid, q_SA: np.ndarray, options: ExpertOptions, progress: bool = False) -> list[tuple]:
-    """Episodes of the greedy policy in Gymnasium's own environment, one tuple in the order of COLUMNS a step."""
+    """Steps of the greedy policy in Gymnasium's own environment, one tuple in the order of COLUMNS each.
+
+    `options.rows` says which: those of whole `episodes`, or one from each of the `states` in which an action is chosen
+    (on ice that is not slippery the episodes see one path and no more).
+    """
     action_S = greedy_policy(q_SA).argmax(axis=-1)
     env = gym.make(
         "FrozenLake-v1",
@@ -130,18 +140,28 @@ def expert_rows(grid: Grid, q_SA: np.ndarray, options: ExpertOptions, progress: 
         max_episode_steps=options.horizon_steps or default_horizon(grid),
     )
     rows = []
-    batch_of_episode = np.repeat(np.arange(options.batches), options.episodes_per_batch)
-    for episode, batch in enumerate(tqdm(batch_of_episode, desc="expert episodes", disable=not progress)):
-        # The seed is given once: each reset with a seed would replay the same slips.
-        state, _ = env.reset(seed=options.seed if episode == 0 else None)
-        terminated = truncated = False
-        while not (terminated or truncated):
-            action = int(action_S[state])
-            next_state, reward, terminated, truncated, _ = env.step(action)
-            q_texts = (f"{q:.{Q_DECIMALS}f}" for q in q_SA[state])
-            labels = (int(state), state_text(grid, int(state)), action, ACTIONS[action])
-            rows.append((*labels, *q_texts, float(reward), int(next_state), bool(terminated), int(batch)))
-            state = next_state
+
+    def step_from(state: int, batch: int) -> tuple[int, bool]:
+        action = int(action_S[state])
+        next_state, reward, terminated, truncated, _ = env.step(action)
+        q_texts = (f"{q:.{Q_DECIMALS}f}" for q in q_SA[state])
+        labels = (int(state), state_text(grid, int(state)), action, ACTIONS[action])
+        rows.append((*labels, *q_texts, float(reward), int(next_state), bool(terminated), int(batch)))
+        return int(next_state), terminated or truncated
+
+    if options.rows == "states":
+        for number, state in enumerate(acting_states(grid)):
+            env.reset(seed=options.seed if number == 0 else None)
+            env.unwrapped.s = state
+            step_from(state, 0)
+    else:
+        batch_of_episode = np.repeat(np.arange(options.batches), options.episodes_per_batch)
+        for episode, batch in enumerate(tqdm(batch_of_episode, desc="expert episodes", disable=not progress)):
+            # The seed is given once: each reset with a seed would replay the same slips.
+            state, _ = env.reset(seed=options.seed if episode == 0 else None)
+            ended = False
+            while not ended:
+                state, ended = step_from(state, batch)
     env.close()
     return rows
 
@@ -153,9 +173,18 @@ def write_expert_csv(options: ExpertOptions, progress: bool = False) -> Path:
         raise InputError(f"{path}: is there already and is left as it is; expected a new --output, or --overwrite")
     if not path.parent.is_dir():
         raise InputError(f"{path}: there is no folder {path.parent}, expected an existing one in --output")
-    grid = read_grid(options.map)
-    q_SA = expert_q(grid, options, progress)
-    rows = expert_rows(grid, q_SA, options, progress)
+    if options.random_maps:
+        grids = random_grids(options.random_maps, options.map_size, options.seed)
+    else:
+        grids = [read_grid(options.map)]
+    progress_here = progress and len(grids) == 1
+    rows, successes, ceilings = [], [], []
+    for grid in tqdm(grids, desc="maps", disable=not progress or progress_here):
+        q_SA = expert_q(grid, options, progress_here)
+        rows.extend(expert_rows(grid, q_SA, options, progress_here))
+        lake, horizon = lake_mdp(grid, options.is_slippery), options.horizon_steps or default_horizon(grid)
+        successes.append(policy_return(lake, greedy_policy(q_SA), horizon_steps=horizon))
+        ceilings.append(optimal_return(lake, horizon))
     unfinished = path.with_name(path.name + ".unfinished")
     try:
         with unfinished.open("w", encoding="utf-8", newline="") as file:
@@ -165,12 +194,11 @@ def write_expert_csv(options: ExpertOptions, progress: bool = False) -> Path:
         unfinished.unlink(missing_ok=True)
         raise InputError(f"{path}: cannot be written ({error}); expected a writable folder with room") from None
 
-    lake, horizon = lake_mdp(grid, options.is_slippery), options.horizon_steps or default_horizon(grid)
-    success = policy_return(lake, greedy_policy(q_SA), horizon_steps=horizon)
-    seen, acting = {row[0] for row in rows}, acting_states(grid)
+    seen, acting = len({row[1] for row in rows}), sum(len(acting_states(grid)) for grid in grids)
+    of_maps = f", {len(grids)} maps" if len(grids) > 1 else ""
     print(
-        f"{path}: {len(rows)} rows, {len(seen)} of {len(acting)} states, expert's exact success in {horizon} steps "
-        f"{success:.4f} (best possible {optimal_return(lake, horizon):.4f})"
+        f"{path}: {len(rows)} rows{of_maps}, {seen} of {acting} states, expert's exact success in {horizon} steps "
+        f"{np.mean(successes):.4f} (best possible {np.mean(ceilings):.4f})"
     )
     return path
 
@@ -324,6 +352,9 @@ def main(arguments: list[str] | None = None) -> None:
     defaults = ExpertOptions()
     help_texts = {
         "map": "4x4, 8x8 or a text file with one row a line over S F H G",
+        "random_maps": "so many distinct solvable maps, drawn by --seed, in place of --map",
+        "map_size": "rows and columns of the random maps",
+        "rows": "expert episodes from the start, or one row for each state in which an action is chosen",
         "is_slippery": "true: the move goes aside with probability 2/3",
         "gamma": "discount factor of the Q-values; 1 ties all safe actions, also those that wait for ever",
         "method": "exact Q-values, or learned ones averaged over the batches",
@@ -331,12 +362,13 @@ def main(arguments: list[str] | None = None) -> None:
         "episodes_per_batch": "expert episodes written in each batch",
         "horizon_steps": "step limit of an episode (default: 25 x the longer side, 100 on 4x4, 200 on 8x8)",
         "q_learning_steps": "steps of each learner",
-        "seed": "of the slips, and of the learners",
+        "seed": "of the slips, of the learners and of the random maps",
         "output": "the CSV to write",
         "overwrite": "replace --output if it is there",
     }
     kinds: dict[str, dict] = {
         "is_slippery": {"type": _true_or_false, "metavar": "true|false"},
+        "rows": {"choices": ("episodes", "states")},
         "method": {"choices": ("value_iteration", "q_learning")},
         "horizon_steps": {"type": int},
         "overwrite": {"action": "store_true"},

@@ -1,6 +1,7 @@
 """Sampling with each prompt computed once: prefill the unique prompts, fan the cache out to the group, decode.
 
-What all prompts begin with is prefilled once for all of them. Everything after the prefill is `generate` of transformers, so that every sampling option keeps its meaning.
+What all prompts begin with is prefilled once for all of them. Everything after the prefill is `generate` of
+transformers, so that every sampling option keeps its meaning.
 """
 
 from collections.abc import Sequence

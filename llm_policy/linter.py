@@ -1,0 +1,247 @@
+"""What is wrong with data and prompts, said before a step is paid for: every mistake of the original run has a rule.
+
+`train_script.py --check only` runs it alone. An error makes learning impossible or its score untrue; a warning names
+what makes it slow.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from transformers import PreTrainedTokenizerBase
+
+from llm_policy.errors import InputError
+from llm_policy.frozen_lake import ACTIONS, Grid, lake_mdp, parse_state_text
+from llm_policy.mdp import optimal_actions
+from prompts import Messages, check_prompt, prompt_token_ids
+from rewards import OPTIMAL_TOLERANCE, AdvantageReward
+
+ANSI_CODE = re.compile(r"\x1b\[[0-9;]*m")
+# Rows of a lake, the agent shown by a letter or a colour; and an answer, whatever stands between.
+GRID_OR_ANSWER = re.compile(
+    r"(?P<grid>(?:^(?:\x1b\[41m[SFHG]\x1b\[0m|[SFHGA])+[ \t]*$\n?)+)"
+    rf"|<answer>\s*(?P<action>{'|'.join(ACTIONS)})\s*</answer>",
+    re.MULTILINE,
+)
+FLAT = 0.01  # spread of a state's Q-values in units of the table's largest |Q|
+NEAR_TIE = 0.06  # of the best reward: what min-max leaves between a step backwards and the best move beside a hole
+WRONG_DYNAMICS = 0.02  # mean Bellman residual in units of the largest |Q|; learned Q-values stay below
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line about the data: which rule, what was found and what to do about it."""
+
+    rule: str
+    message: str
+    is_error: bool = False
+
+    def __str__(self) -> str:
+        return f"{'error' if self.is_error else 'warning'}: {self.rule}: {self.message}"
+
+
+def lint(
+    table: pd.DataFrame,
+    prompts: Sequence[Messages],
+    tokenizer: PreTrainedTokenizerBase,
+    is_slippery: bool,
+    scale: AdvantageReward,
+    context_tokens: int,
+    max_completion_tokens: int,
+    evaluation_grids: Sequence[Grid] = (),
+) -> list[Finding]:
+    """All findings, errors first.
+
+    Args:
+        table: from `read_expert_csv`, one row a state.
+        prompts: chat messages of each row, as the model will be given them.
+        scale: the reward in use.
+        context_tokens: what the model can read; prompt and completion together must not be longer.
+        evaluation_grids: maps that are meant to be unseen in training.
+    """
+    findings = [
+        *_same_prompts(table, prompts),
+        *_examples(table, prompts),
+        *_token_ids(prompts, tokenizer, context_tokens, max_completion_tokens),
+        *_dynamics(table, is_slippery),
+        *_overlap(table, evaluation_grids),
+        *_weak_rewards(table, scale),
+    ]
+    return sorted(findings, key=lambda finding: not finding.is_error)
+
+
+def _same_prompts(table: pd.DataFrame, prompts: Sequence[Messages]) -> list[Finding]:
+    """States that the model cannot tell apart at all, or by nothing but colour codes."""
+    texts = ["\n".join(message["content"] for message in messages) for messages in prompts]
+    exact, plain = defaultdict(list), defaultdict(list)
+    for name, text in zip(table["state_str"], texts, strict=True):
+        exact[text].append(name)
+        plain[ANSI_CODE.sub("", text)].append(name)
+    findings = []
+    shared = [names for names in exact.values() if len(names) > 1]
+    if shared:
+        findings.append(
+            Finding(
+                "one prompt, several states",
+                f"{sum(map(len, shared))} states share {len(shared)} prompts, first {' and '.join(shared[0][:2])}; "
+                "the prompt must say where the agent stands",
+                is_error=True,
+            )
+        )
+    coloured = [names for names in plain.values() if len(names) > 1]
+    if coloured and not shared:
+        findings.append(
+            Finding(
+                "prompts differ in colour codes only",
+                f"{sum(map(len, coloured))} states, first {' and '.join(coloured[0][:2])}: a language model hardly "
+                "reads ANSI escapes; use --observation coordinates",
+                is_error=True,
+            )
+        )
+    return findings
+
+
+def _examples(table: pd.DataFrame, prompts: Sequence[Messages]) -> list[Finding]:
+    """Examples inside the prompts (a lake, then an answer) whose action is not optimal by the expert's Q."""
+    best = {
+        (grid, state): optimal_actions(np.array(q), OPTIMAL_TOLERANCE)
+        for grid, state, q in zip(table["grid"], table["state"], table["q_values"], strict=True)
+    }
+    wrong: Counter[str] = Counter()
+    for messages in prompts:
+        place = None
+        for match in GRID_OR_ANSWER.finditer("\n".join(message["content"] for message in messages)):
+            if match["grid"]:
+                try:
+                    place = parse_state_text(match["grid"].strip())
+                except InputError:  # a lake without an agent is no example
+                    place = None
+            elif place in best and not best[place][ACTIONS.index(match["action"])]:
+                right = " or ".join(ACTIONS[a] for a in np.flatnonzero(best[place]))
+                wrong[
+                    f"{match['action']} in state {place[1]} of {'|'.join(place[0])}, where the expert goes {right}"
+                ] += 1
+    if not wrong:
+        return []
+    return [
+        Finding(
+            "wrong examples",
+            f"{len(wrong)} answers shown in the prompts are not optimal: {'; '.join(list(wrong)[:3])}",
+            is_error=True,
+        )
+    ]
+
+
+def _token_ids(
+    prompts: Sequence[Messages], tokenizer: PreTrainedTokenizerBase, context_tokens: int, max_completion_tokens: int
+) -> list[Finding]:
+    """Prompts that the model would see cut, and prompts whose BOS token is missing or there twice."""
+    bos = tokenizer.bos_token_id
+    adds_bos = bos is not None and tokenizer("x")["input_ids"][:1] == [bos]
+    token_ids = sorted((prompt_token_ids(messages, tokenizer) for messages in prompts), key=len, reverse=True)
+    refused = []
+    for ids in token_ids:
+        try:
+            check_prompt(ids, tokenizer, context_tokens, max_completion_tokens)
+        except InputError as error:
+            refused.append(str(error))
+    findings = [Finding("prompt tokens", f"{refused[0]} ({len(refused)} prompts)", is_error=True)] if refused else []
+    without_bos = sum(ids[:1] != [bos] for ids in token_ids)
+    if adds_bos and without_bos:
+        message = (
+            f"{without_bos} prompts do not begin with {tokenizer.bos_token!r} (BOS), which this tokenizer puts before "
+            "every text; its chat template has to write it"
+        )
+        findings.append(Finding("prompt tokens", message, is_error=True))
+    return findings
+
+
+def bellman_residual(table: pd.DataFrame, is_slippery: bool) -> tuple[float, float]:
+    """How badly the table's Q-values obey Q(s,a) = r + gamma E[max Q(s',.)] under these dynamics.
+
+    Returns:
+        Mean |residual| over the largest |Q|, with the gamma in [0, 1] that fits best, and that gamma. NaN where no
+        state-action pair has all its successors in the table.
+    """
+    known, predicted, rewards = [], [], []
+    for grid, rows in table.groupby("grid", sort=False):
+        lake = lake_mdp(grid, is_slippery)
+        values_S = np.where(lake.terminal_S, 0.0, np.nan)
+        q_PA = np.array(rows["q_values"].tolist())
+        values_S[rows["state"]] = q_PA.max(axis=1)
+        states = rows["state"].to_numpy()
+        wins_PAK = lake.probabilities_SAK[states] > 0  # zero where the episode ends: nothing follows
+        next_values_PAK = np.where(wins_PAK, values_S[lake.next_states_SAK[states]], 0.0)
+        next_values_PA = (lake.probabilities_SAK[states] * next_values_PAK).sum(axis=2)
+        usable_PA = np.isfinite(next_values_PA)
+        known.append(q_PA[usable_PA])
+        predicted.append(next_values_PA[usable_PA])
+        rewards.append(lake.rewards_SA[states][usable_PA])
+    q_N, next_N, reward_N = map(np.concatenate, (known, predicted, rewards))
+    if not len(q_N):
+        return float("nan"), float("nan")
+    gamma = float(np.clip(next_N @ (q_N - reward_N) / max(next_N @ next_N, 1e-12), 0.0, 1.0))
+    residual = np.abs(reward_N + gamma * next_N - q_N).mean() / max(np.abs(q_N).max(), 1e-12)
+    return float(residual), gamma
+
+
+def _dynamics(table: pd.DataFrame, is_slippery: bool) -> list[Finding]:
+    """Q-values that fit the other dynamics better than those that were asked for."""
+    here, _ = bellman_residual(table, is_slippery)
+    there, _ = bellman_residual(table, not is_slippery)
+    if not here > WRONG_DYNAMICS:
+        return []
+    named, other = ("slippery", "not slippery") if is_slippery else ("not slippery", "slippery")
+    if there < here / 2:
+        return [
+            Finding(
+                "wrong dynamics",
+                f"mean Bellman residual {here:.3f} on {named} ice, {there:.3f} on {other} ice: the CSV was made for "
+                f"the latter; use --is_slippery {str(not is_slippery).lower()} or another CSV",
+                is_error=True,
+            )
+        ]
+    return [Finding("rough Q-values", f"mean Bellman residual {here:.3f} of the largest Q on {named} ice; 0 is exact")]
+
+
+def _overlap(table: pd.DataFrame, evaluation_grids: Sequence[Grid]) -> list[Finding]:
+    seen = set(table["grid"])
+    both = [grid for grid in evaluation_grids if grid in seen]
+    if not both:
+        return []
+    message = (
+        f"{len(both)} of {len(evaluation_grids)}, first {'|'.join(both[0])}: their score says nothing about new maps"
+    )
+    return [Finding("test maps are training maps", message, is_error=True)]
+
+
+def _weak_rewards(table: pd.DataFrame, scale: AdvantageReward) -> list[Finding]:
+    """States in which the choice hardly matters, by the Q-values or after the reward's normalisation."""
+    q_PA = np.array(table["q_values"].tolist())
+    findings = []
+    flat = np.ptp(q_PA, axis=1) <= FLAT * max(np.abs(q_PA).max(), 1e-12)
+    if flat.any():
+        findings.append(
+            Finding(
+                "flat rows",
+                f"{flat.sum()} of {len(flat)} states, first {table['state_str'][int(flat.argmax())]}: all Q-values "
+                f"within {FLAT:.0%} of the largest; min-max normalisation makes full rewards of such differences",
+            )
+        )
+    rewards_PA = scale.of_actions(q_PA)
+    best_P1 = rewards_PA.max(axis=1, keepdims=True)
+    near_PA = (rewards_PA >= (1 - NEAR_TIE) * best_P1) & ~optimal_actions(q_PA, OPTIMAL_TOLERANCE)
+    if near_PA.any():
+        states = near_PA.any(axis=1)
+        findings.append(
+            Finding(
+                "near ties",
+                f"in {states.sum()} of {len(states)} states, first {table['state_str'][int(states.argmax())]}, an "
+                f"action that is not optimal earns at least {1 - NEAR_TIE:.0%} of the best reward; raise "
+                "--optimal_bonus with --cap_bonus false, or use --reward_shape rank",
+            )
+        )
+    return findings
