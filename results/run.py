@@ -1,6 +1,7 @@
 """One reported result: fresh seeds of one configuration, their small files collected in results/NAME/.
 
     python results/run.py --name canonical_slippery --config configs/laptop.yaml --seeds 1 2 3
+    python results/run.py --name canonical_deterministic --expert "--is_slippery false --rows states" -- --is_slippery false
     python results/run.py --name ablation_kl --config configs/laptop.yaml --seeds 1 2 3 -- --beta 0.1
 
 Everything behind `--` goes to train_script.py. A killed call goes on where it stopped. results/NAME/command.txt holds
@@ -13,29 +14,51 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-KEPT = ("run.json", "resolved_config.yaml", "metrics.jsonl", "evaluation.json", "result.txt", "policy.png")
+KEPT = (
+    "run.json",
+    "resolved_config.yaml",
+    "metrics.jsonl",
+    "evaluation.json",
+    "result.txt",
+    "policy.png",
+    "minutes.txt",
+)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", required=True, help="folder under results/ and runs/")
     parser.add_argument("--config", required=True, help="YAML file for train_script.py")
+    parser.add_argument("--expert", help="options of llm_policy.expert_q: the run's own CSV, made first, not committed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="fresh seeds, not those of tuning")
     parser.add_argument("flags", nargs="*", help="after --: flags for train_script.py")
     arguments = parser.parse_args()
     target = ROOT / "results" / arguments.name
     target.mkdir(parents=True, exist_ok=True)
     (target / "command.txt").write_text(shlex.join(["python", "results/run.py", *sys.argv[1:]]) + "\n")
+    flags = list(arguments.flags)
+    if arguments.expert:
+        table = ROOT / "runs" / arguments.name / "expert.csv"
+        table.parent.mkdir(parents=True, exist_ok=True)
+        make = [sys.executable, "-m", "llm_policy.expert_q", *shlex.split(arguments.expert), "--output", str(table)]
+        subprocess.run([*make, "--overwrite"], cwd=ROOT, check=True)
+        flags += ["--expert_csv", str(table.relative_to(ROOT))]
     for seed in arguments.seeds:
         run = ROOT / "runs" / arguments.name / f"seed-{seed}"
         command = [
             sys.executable, "train_script.py", "--config", arguments.config, "--seed", str(seed),
-            "--output_dir", str(run.relative_to(ROOT)), "--resume_from_checkpoint", "auto", *arguments.flags,
+            "--output_dir", str(run.relative_to(ROOT)), "--resume_from_checkpoint", "auto", *flags,
         ]  # fmt: skip
+        started = time.perf_counter()
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        run.mkdir(parents=True, exist_ok=True)
+        minutes = run / "minutes.txt"  # of the whole process, loading and evaluations included; of all its parts
+        before = float(minutes.read_text()) if minutes.exists() else 0.0
+        minutes.write_text(f"{before + (time.perf_counter() - started) / 60:.2f}\n")
         if code:
             return code
         for name in KEPT:

@@ -8,11 +8,20 @@ from pathlib import Path
 
 import gymnasium as gym
 import numpy as np
+import pandas as pd
 import pytest
 
 from llm_policy.errors import InputError
 from llm_policy.expert_q import COLUMNS, default_horizon, learn_q, main, read_expert_csv
-from llm_policy.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states, lake_mdp, state_text
+from llm_policy.frozen_lake import (
+    ACTIONS,
+    CANONICAL_GRIDS,
+    acting_states,
+    lake_mdp,
+    parse_state_text,
+    random_grids,
+    state_text,
+)
 from llm_policy.mdp import greedy_policy, optimal_q, policy_return
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -280,3 +289,25 @@ def test_large_file(tmp_path):
         file.write(rows[0].replace(",LEFT,0.", ",LEFT,zero.") + "\n")
     with pytest.raises(InputError, match=r"line 300002, column q_value_left: 'zero"):
         read_expert_csv(path)
+
+
+@pytest.mark.parametrize("is_slippery", ["true", "false"])
+def test_one_row_for_each_state_of_many_random_maps(tmp_path, is_slippery):
+    path = tmp_path / "lakes.csv"
+    flags = ["--random_maps", "7", "--map_size", "5", "--seed", "3", "--rows", "states", "--is_slippery", is_slippery]
+    main([*flags, "--output", str(path)])
+    table = read_expert_csv(path)
+    grids = random_grids(7, size=5, seed=3)
+    assert list(dict.fromkeys(table["grid"])) == grids
+    places = [(grid, state) for grid in grids for state in acting_states(grid)]
+    assert list(zip(table["grid"], table["state"], strict=True)) == places
+    assert (table["count"] == 1).all()
+    for grid, rows in table.groupby("grid", sort=False):
+        exact_SA = optimal_q(lake_mdp(grid, is_slippery == "true"), 0.99)
+        np.testing.assert_allclose(np.array(rows["q_values"].tolist()), exact_SA[rows["state"]], atol=1e-9)
+    for row in pd.read_csv(path).to_dict("records"):  # each step is one of its state's
+        grid, _ = parse_state_text(row["state_str"])
+        lake = lake_mdp(grid, is_slippery == "true")
+        assert row["next_state"] in lake.next_states_SAK[row["state"], row["action"]]
+        assert row["done"] == lake.terminal_S[row["next_state"]]
+        assert row["reward"] == ("".join(grid)[row["next_state"]] == "G")

@@ -18,6 +18,7 @@ from tiny_models import build_tiny_model
 
 import evaluate_policy
 from llm_policy.errors import run_script
+from llm_policy.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
 from llm_policy.models import ROOT, load_model, load_tokenizer
 from train_script import GRPO_FOLDER, WARM_START_FOLDER, main, parse_arguments, resolved_config
 
@@ -301,6 +302,31 @@ def places(tmp_path_factory):
     return tmp
 
 
+@pytest.mark.parametrize(
+    ("more", "code", "words"),
+    [([], 0, "no errors"), (["--observation", "original"], 2, "error: wrong examples: 3 answers")],
+    ids=["clean", "the original's prompt"],
+)
+def test_check_only_trains_nothing(more, code, words, places, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(small_run(places / "model", out, "--check", "only", *more)) == code
+    assert words in capsys.readouterr().out
+    assert not out.exists()
+
+
+def test_many_maps_judged_on_new_ones(taught, tmp_path, capsys):
+    lakes, out = tmp_path / "lakes.csv", tmp_path / "out"
+    write_expert_csv(ExpertOptions(random_maps=5, rows="states", output=str(lakes)))
+    more = ("--expert_csv", lakes, "--test_maps", "3", "--optimal_bonus", "1", "--check", "warn")
+    assert main(small_run(taught("llama"), out, *more)) == 0
+    assert "5 maps" in capsys.readouterr().out
+    evaluation = json.loads((out / "evaluation.json").read_text())
+    assert evaluation["maps"] == 3
+    assert tuple(evaluation["map"]) not in set(read_expert_csv(lakes)["grid"])
+    names = {policy["policy"] for policy in evaluation["policies"]}
+    assert {"optimal", "uniform random", "untrained, greedy", "trained, greedy", "shortest path"} <= names
+
+
 BAD_INPUT = [
     # further arguments, what the line names: {tmp} is the folder of `places`
     # Flags and configurations
@@ -321,6 +347,8 @@ BAD_INPUT = [
     (["--observation", "pixels"], "--observation 'pixels': expected one of grid, coordinates, neighbours"),
     (["--warm_start", "sometimes"], "--warm_start 'sometimes': expected one of auto, always, never"),
     (["--stop_when", "bored"], "--stop_when 'bored': expected one of optimal, collapsed, never"),
+    (["--check", "maybe"], "--check 'maybe': expected one of stop, warn, only"),
+    (["--test_maps", "-1"], "--test_maps -1: expected at least 0"),
     (["--warm_start_steps", "0"], "--warm_start_steps 0: expected at least 1"),
     (["--evaluate_steps", "-1"], "--evaluate_steps -1: expected at least 0"),
     (["--max_steps", "0"], "--max_steps: expected at least 1"),
@@ -343,6 +371,8 @@ BAD_INPUT = [
     (["--expert_csv", "{tmp}/no_column.csv"], "column q_value_up is missing"),
     (["--expert_csv", "{tmp}/no_rows.csv"], "{tmp}/no_rows.csv: has a header and no rows"),
     (["--expert_csv", "{tmp}/action.csv"], "'7' is no action"),
+    (["--is_slippery", "false"], "wrong dynamics: mean Bellman residual"),
+    (["--observation", "original"], "prompts differ in colour codes only: 11 states"),
     # The model
     (["--model_name_or_path", "{tmp}/nowhere"], "{tmp}/nowhere: no such folder"),
     (["--model_name_or_path", "{tmp}/empty"], "{tmp}/empty: is an empty folder"),

@@ -1,0 +1,127 @@
+"""Where the minutes of `make train` go, and how far they are from what the matrix products alone would cost.
+
+    python benchmarks/profile_training.py                                   # about three minutes on two CPU cores
+    python benchmarks/profile_training.py --output results/profile/profile.json
+
+Each phase of a run is timed on its own, the step is split into sampling, training pass and rest, and its operations
+are listed by their own time. Floor: floating-point operations of matrix products and attention (torch's
+FlopCounterMode) over the rate that this machine reaches on one large bfloat16 product.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from peft import LoraConfig, get_peft_model
+from step_time import Meter, build, one_step
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from llm_policy.frozen_lake import CANONICAL_GRIDS, acting_states
+from llm_policy.models import EMBEDDED_MODEL, ROOT, load_model, load_tokenizer
+from llm_policy.policy_table import PolicyReader
+from llm_policy.warm_start import teach_format
+
+WARM_START_STEPS, GRPO_STEPS, EVALUATIONS = 5, 30, 7  # of a run of configs/laptop.yaml that learns in 30 steps
+WARM_START_PROMPTS = 6
+TOP_OPERATIONS = 12
+
+
+def seconds(function) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def matrix_product_rate() -> float:
+    """Floating-point operations a second of a bfloat16 product of 2048 x 2048 matrices; the best of five."""
+    a, b = torch.randn(2, 2048, 2048, dtype=torch.bfloat16)
+    torch.mm(a, b)
+    return 2 * 2048**3 / min(seconds(lambda: torch.mm(a, b)) for _ in range(5))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=11)
+    parser.add_argument("--group", type=int, default=2)
+    parser.add_argument("--completion_tokens", type=int, default=24)
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches a step")
+    parser.add_argument("--output", help="JSON file for the figures")
+    arguments = parser.parse_args()
+    arguments.gemma_2b = False
+
+    phases = {}  # name -> (seconds once, times in a run)
+    imports = [sys.executable, "-c", "import train_script"]
+    phases["imports"] = (seconds(lambda: subprocess.run(imports, cwd=ROOT, check=True)), 1)
+    phases["loading the model"] = (seconds(lambda: load_model(EMBEDDED_MODEL)), 2)  # again to join the adapters
+
+    tokenizer, model = load_tokenizer(EMBEDDED_MODEL), load_model(EMBEDDED_MODEL)
+    grid = CANONICAL_GRIDS["4x4"]
+    cells = [(grid, state) for state in acting_states(grid)]
+    reader = PolicyReader(tokenizer, is_slippery=True, max_completion_tokens=32)
+    student = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    options = {"prompts_per_step": WARM_START_PROMPTS, "learning_rate": 1e-3, "threshold": 2.0, "seed": 0}
+    warm_start = seconds(lambda: teach_format(student, tokenizer, reader, cells, max_steps=WARM_START_STEPS, **options))
+    phases["warm start, with its check"] = (warm_start, 1)
+    reader.policies(student, [grid])
+    phases["evaluation, greedy"] = (seconds(lambda: reader.policies(student, [grid])), EVALUATIONS)
+    phases["evaluation, 8 samples a state"] = (seconds(lambda: reader.policies(student, [grid], 8)), 1)
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build("packed", arguments, folder)
+        meter = Meter(trainer)
+        one_step(trainer, meter)  # first use of every kernel
+        steps = [one_step(trainer, meter) for _ in range(3)]
+        step = min(steps, key=lambda figures: figures["seconds"])
+        for part in ("sampling", "training_pass", "rest"):
+            phases[f"step: {part.replace('_', ' ')}"] = (step[part], GRPO_STEPS)
+        rate = matrix_product_rate()
+        with FlopCounterMode(display=False) as counter:
+            one_step(trainer, meter)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            one_step(trainer, meter)
+
+    total = sum(once * times for once, times in phases.values())
+    print(f"\n{'':32}{'s once':>8}{'times':>7}{'s':>8}{'share':>8}")
+    for name, (once, times) in phases.items():
+        print(f"{name:32}{once:8.2f}{times:7}{once * times:8.1f}{once * times / total:8.0%}")
+    print(f"{'all':32}{'':15}{total:8.1f}")
+    teraflop = counter.get_total_flops() / 1e12
+    floor = teraflop * 1e12 / rate
+    print(
+        f"\none step: {teraflop:.2f} TFLOP of matrix products and attention, at {rate / 1e9:.0f} GFLOP/s {floor:.2f} s"
+    )
+    print(f"measured {step['seconds']:.2f} s, {step['seconds'] / floor:.1f} times this floor")
+    averages = profiler.key_averages()
+    spent = sum(event.self_cpu_time_total for event in averages)
+    top = sorted(averages, key=lambda event: -event.self_cpu_time_total)[:TOP_OPERATIONS]
+    operations = [
+        {"operation": event.key, "share": event.self_cpu_time_total / spent, "calls": event.count} for event in top
+    ]
+    print("\noperations of one step by their own time")
+    for row in operations:
+        print(f"{row['share']:6.1%}{row['calls']:7}  {row['operation']}")
+    if arguments.output:
+        content = {
+            "device": f"{torch.get_num_threads()} CPU threads",
+            "torch": torch.__version__,
+            "phases": {name: {"seconds": once, "times": times} for name, (once, times) in phases.items()},
+            "step_tflop": teraflop,
+            "matrix_product_gflop_per_second": rate / 1e9,
+            "floor_seconds": floor,
+            "step_seconds": step["seconds"],
+            "operations": operations,
+        }
+        Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
+        Path(arguments.output).write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
