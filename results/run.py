@@ -1,12 +1,12 @@
 """One reported result: fresh seeds of one configuration, their small files collected in results/NAME/.
 
-    python results/run.py --name canonical_slippery --config configs/laptop.yaml --seeds 1 2 3
-    python results/run.py --name canonical_deterministic --expert "--is_slippery false --rows states" -- --is_slippery false
-    python results/run.py --name ablation_kl --config configs/laptop.yaml --seeds 1 2 3 -- --beta 0.1
+    python results/run.py --name canonical_slippery
+    python results/run.py --name dry --expert "--is_slippery false --rows states" -- --is_slippery false
+    python results/run.py --name ablation_kl --seeds 1 2 3 -- --beta 0.1
 
 Everything behind `--` goes to train_script.py. A killed call goes on where it stopped. results/NAME/command.txt holds
 the command, seed-N/ holds run.json (commit, versions, hardware), the resolved configuration, metrics.jsonl,
-evaluation.json, result.txt and the policy's picture.
+evaluation.json, result.txt, the policy's picture and the minutes of the whole process.
 """
 
 import argparse
@@ -19,20 +19,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = (
-    "run.json",
-    "resolved_config.yaml",
-    "metrics.jsonl",
-    "evaluation.json",
-    "result.txt",
-    "policy.png",
-    "minutes.txt",
-)
+    "run.json", "resolved_config.yaml", "metrics.jsonl", "evaluation.json", "result.txt", "policy.png", "minutes.txt",
+)  # fmt: skip
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", required=True, help="folder under results/ and runs/")
-    parser.add_argument("--config", required=True, help="YAML file for train_script.py")
+    parser.add_argument("--config", default="configs/laptop.yaml", help="YAML file for train_script.py")
     parser.add_argument("--expert", help="options of llm_policy.expert_q: the run's own CSV, made first, not committed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="fresh seeds, not those of tuning")
     parser.add_argument("flags", nargs="*", help="after --: flags for train_script.py")
@@ -53,12 +47,13 @@ def main() -> int:
             sys.executable, "train_script.py", "--config", arguments.config, "--seed", str(seed),
             "--output_dir", str(run.relative_to(ROOT)), "--resume_from_checkpoint", "auto", *flags,
         ]  # fmt: skip
-        started = time.perf_counter()
+        started, was_finished = time.perf_counter(), (run / "evaluation.json").exists()
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
-        run.mkdir(parents=True, exist_ok=True)
-        minutes = run / "minutes.txt"  # of the whole process, loading and evaluations included; of all its parts
-        before = float(minutes.read_text()) if minutes.exists() else 0.0
-        minutes.write_text(f"{before + (time.perf_counter() - started) / 60:.2f}\n")
+        if not was_finished:  # minutes of all parts of a run that was interrupted
+            run.mkdir(parents=True, exist_ok=True)
+            minutes = run / "minutes.txt"
+            before = float(minutes.read_text()) if minutes.exists() else 0.0
+            minutes.write_text(f"{before + (time.perf_counter() - started) / 60:.2f}\n")
         if code:
             return code
         for name in KEPT:
