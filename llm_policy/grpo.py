@@ -31,8 +31,8 @@ class PolicyTrainer(GRPOTrainer):
     1. Sampling: the prompt is prefilled once per group and the adapter is merged into a copy of the weights, so that
        decoding runs plain matrices (`merged_sampling`). With vLLM or continuous batching TRL's own path is used.
     2. Training pass: a prompt and its group share one packed row (llm_policy/packing.py); completions whose
-       advantage is zero skip the pass where nothing else in the loss needs them. Equal to stock up to rounding;
-       `packed=False` takes TRL's pass.
+       advantage is zero skip the pass, or what follows their answer, where nothing else in the loss needs them. Equal
+       to stock up to rounding; `packed=False` takes TRL's pass.
     3. Groups stay together in a micro-batch (TRL shuffles single completions), which packing needs.
     4. `objective="expected"`: at the tokens of the action in each readable completion, the sampled term is replaced
        by the expectation over the legal actions A of the state,
@@ -143,7 +143,12 @@ class PolicyTrainer(GRPOTrainer):
             )
         lengths_B = attention_mask[:, -logits_to_keep:].sum(1).tolist()
         skipped_B = [False] * len(lengths_B) if self._skipped_B is None else self._skipped_B.tolist()
-        scored = [i for i, length in enumerate(lengths_B) if length > 0 and not skipped_B[i]]
+        # Without advantage a completion is computed as far as its answer, for what could stand there, or not at all.
+        answer_of = {branch.completion: branch.start for branch in self._branches}
+        scored = [i for i, length in enumerate(lengths_B) if length > 0 and (i in answer_of or not skipped_B[i])]
+        for i in scored:
+            if skipped_B[i]:
+                lengths_B[i] = answer_of[i] + 1
         log_probabilities_BT = torch.zeros(input_ids[:, -logits_to_keep:].shape, device=input_ids.device)
         entropies_BT = torch.zeros_like(log_probabilities_BT)
         if not scored:  # nothing to learn from: a differentiable zero, and an entropy that the log leaves out
@@ -162,6 +167,7 @@ class PolicyTrainer(GRPOTrainer):
             self._tokenizer.pad_token_id,
             input_ids.device,
             share_prefix=not plain_model.is_activation_checkpointing,  # which drops a cache in the middle of a pass
+            silent={row_of[i] for i in scored if skipped_B[i]},
         )
         with self.accelerator.autocast():
             log_probabilities_N, entropies_N = packed_log_probabilities(model, plain_model, packed)
@@ -189,7 +195,7 @@ class PolicyTrainer(GRPOTrainer):
         if self.objective == "expected":
             answers = self._answer_positions(inputs["completion_ids"], inputs["completion_mask"])
             inputs = {**inputs, "advantages": self._advantages_without_answers(inputs, answers)}
-        only_advantages = self.beta == 0.0 and not self._entropy_bonus_enabled and not answers
+        only_advantages = self.beta == 0.0 and not self._entropy_bonus_enabled
         only_advantages &= self.top_entropy_quantile == 1.0  # a quantile over all tokens, of skipped completions too
         self._skipped_B = inputs["advantages"].reshape(len(inputs["advantages"]), -1).eq(0).all(1)
         if not only_advantages or not model.training:

@@ -15,7 +15,7 @@ the completion up to where it branches. Log-probabilities, entropies and gradien
 (tests/test_packing.py, and `check_against_stock` on the real model before training).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -64,6 +64,7 @@ def pack_groups(
     pad_token_id: int = 0,
     device: torch.device | str = "cpu",
     share_prefix: bool = True,
+    silent: Collection[int] = (),
 ) -> PackedGroups:
     """Pack B completions with their B prompts; equal prompts share a row, whichever completion they belong to.
 
@@ -72,6 +73,7 @@ def pack_groups(
         completions: token ids of each completion (B lists, at least one token each).
         branches: alternatives to score; their tokens come after the completions' in `predictor_N`.
         share_prefix: whether what all prompts begin with is taken out of the rows.
+        silent: completions (by number) that are computed for their branches' sake and not scored themselves.
     """
     shared = len(common_prefix([prompt[:-1] for prompt in prompts])) if share_prefix else 0
     row_of_prompt: dict[tuple[int, ...], int] = {}
@@ -86,9 +88,10 @@ def pack_groups(
         tokens = [key[-1], *completion[:-1]]
         completion_segments.append((row, *rows[row].append(tokens, len(key) - 1, parent=0, branch_position=len(key))))
 
-    predictors = [(row, start + t) for (row, start, _), c in zip(completion_segments, completions, strict=True)
+    scored = [() if i in silent else completion for i, completion in enumerate(completions)]
+    predictors = [(row, start + t) for (row, start, _), c in zip(completion_segments, scored, strict=True)
                   for t in range(len(c))]  # fmt: skip
-    labels = [token for completion in completions for token in completion]
+    labels = [token for completion in scored for token in completion]
     for branch in branches:
         row, start, segment = completion_segments[branch.completion]
         position = len(prompts[branch.completion]) - 1 + branch.start
@@ -113,7 +116,7 @@ def pack_groups(
         visible_PLM=torch.cat([visible_PLL.new_ones(*tokens_PL.shape, shared), visible_PLL], dim=2),
         predictor_N=torch.tensor([row * length + column for row, column in predictors], device=device),
         labels_N=torch.tensor(labels, device=device),
-        completion_lengths=[len(completion) for completion in completions],
+        completion_lengths=[len(completion) for completion in scored],
         branch_lengths=[len(branch.token_ids) for branch in branches],
     )
 

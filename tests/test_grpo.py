@@ -474,8 +474,12 @@ def assert_same_gradient(found, expected):
 
 @pytest.mark.parametrize("split_actions", [False, True])
 @pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
-@pytest.mark.parametrize("entropy_coef", [0.0, 0.3])
-def test_expected_gradient_equals_the_enumerated_one(architecture, split_actions, entropy_coef, tmp_path):
+@pytest.mark.parametrize(
+    ("entropy_coef", "unanimous"),
+    # replies without advantage are computed as far as their answer, one without an answer not at all
+    [(0.0, ()), (0.3, ()), (0.3, (1, 3, 4)), (0.0, range(5))],
+)
+def test_expected_gradient_equals_the_enumerated_one(architecture, split_actions, entropy_coef, unanimous, tmp_path):
     """Every term of the docstring by plain forward passes: each name's string, each other token's log-probability."""
     trainer = expected_trainer(
         architecture, tmp_path, entropy_coef, split_actions=split_actions, loss_type="grpo", temperature=0.8
@@ -484,11 +488,12 @@ def test_expected_gradient_equals_the_enumerated_one(architecture, split_actions
     teach_names(trainer)
     rows = [row for row, *_ in REPLIES]
     completions = [encoded(trainer, text) for _, text, *_ in REPLIES]
-    advantages = [advantage for *_, advantage in REPLIES]
+    advantages = [0.0 if i in unanimous else advantage for i, (*_, advantage) in enumerate(REPLIES)]
     loss = trainer._compute_loss(trainer.model, batch_of(trainer, rows, completions, advantages))
 
     expected = torch.tensor(0.0)
-    for (row, text, in_usual_tokens, advantage), completion in zip(REPLIES, completions, strict=True):
+    replies = zip(REPLIES, completions, advantages, strict=True)
+    for (row, text, in_usual_tokens, _), completion, advantage in replies:
         prompt = prompts_of(trainer)[row]
         weight_T = torch.full((len(completion),), advantage)
         if in_usual_tokens:
