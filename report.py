@@ -1,11 +1,12 @@
-"""results/*/ -> the README's table and curve. Reads nothing else, trains nothing.
+"""results/*/ -> the README's tables and curve. Reads nothing else, trains nothing.
 
-python report.py            # rewrites the part of README.md between the markers, and results/learning_curves.png
+python report.py            # rewrites the parts of README.md between the markers, and results/learning_curves.png
 python report.py --check    # exit code 1 where the README is not what results/ says
 """
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -14,37 +15,40 @@ import numpy as np
 from llm_policy.plots import curves_figure
 
 ROOT = Path(__file__).resolve().parent
-BEGIN, END = "<!-- results: written by report.py -->", "<!-- end of results -->"
+RESULTS = ROOT / "results"
+MARKERS = "<!-- {name}: written by report.py -->", "<!-- end of {name} -->"
 BASELINES = ("optimal", "uniform random", "best constant action")
+ABLATION = "ablation_"  # folders of runs that change one thing
 CURVES = ("canonical_slippery", "original_reproduced")  # what the figure shows
 
 
 def seeds_of(folder: Path) -> list[dict]:
-    """The finished seeds of one result: evaluation rows by name, metrics by step, verdict."""
+    """The finished seeds of one training result: evaluation rows by name, metrics by step, verdict, minutes."""
     found = []
     for seed in sorted(folder.glob("seed-*")):
-        if (seed / "evaluation.json").exists():
+        if (seed / "result.txt").exists():
+            evaluation = json.loads((seed / "evaluation.json").read_text())
             found.append(
                 {
-                    "policies": {
-                        p["policy"]: p for p in json.loads((seed / "evaluation.json").read_text())["policies"]
-                    },
+                    "is_slippery": evaluation["is_slippery"],
+                    "policies": {policy["policy"]: policy for policy in evaluation["policies"]},
                     "metrics": [json.loads(line) for line in (seed / "metrics.jsonl").read_text().splitlines()],
                     "verdict": (seed / "result.txt").read_text().strip().splitlines()[-1].removeprefix("verdict: "),
+                    "minutes": float((seed / "minutes.txt").read_text()),
                 }
             )
     return found
 
 
-def all_results() -> dict[str, list[dict]]:
-    results = {folder.name: seeds_of(folder) for folder in sorted((ROOT / "results").iterdir()) if folder.is_dir()}
+def training_results() -> dict[str, list[dict]]:
+    results = {folder.name: seeds_of(folder) for folder in sorted(RESULTS.iterdir()) if folder.is_dir()}
     return {name: seeds for name, seeds in results.items() if seeds}
 
 
-def table(results: dict[str, list[dict]]) -> str:
+def training_table(results: dict[str, list[dict]]) -> str:
     """One row a result: success without a limit and at the limit, one value a seed; the verdict of the worst seed."""
     lines = [
-        "| result | seeds | success, no step limit | within the limit | optimal states | GRPO minutes | worst seed |",
+        "| result | seeds | success, no step limit | within the limit | optimal states | minutes in all | worst seed |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, seeds in results.items():
@@ -52,26 +56,48 @@ def table(results: dict[str, list[dict]]) -> str:
         worst = min(seeds, key=lambda s: s["policies"]["trained, greedy"]["success_probability"])
         optimum = seeds[0]["policies"]["optimal"]
         states = ", ".join(f"{t['optimal_states']:.0f}" for t in trained)
-        minutes = ", ".join(f"{s['metrics'][-1]['seconds'] / 60:.1f}" for s in seeds)
+        minutes = ", ".join(f"{s['minutes']:.1f}" for s in seeds)
         lines.append(
             f"| [{name}](results/{name}) | {len(seeds)} "
             f"| {_values(trained, 'success_probability')} of {optimum['optimal_success']:.4f} "
             f"| {_values(trained, 'success_at_horizon')} of {optimum['optimal_at_horizon']:.4f} "
             f"| {states} of {trained[0]['acting_states']:.0f} | {minutes} | {worst['verdict']} |"
         )
-    policies = next(iter(results.values()))[0]["policies"]
-    for name, row in policies.items():
-        if name.startswith(BASELINES):
-            lines.append(
-                f"| *{name}* | exact | {row['success_probability']:.4f} | {row['success_at_horizon']:.4f} "
-                f"| {row['optimal_states']:.0f} of {row['acting_states']:.0f} | | |"
-            )
+    for is_slippery in (True, False):
+        seeds = next((s for s in results.values() if s[0]["is_slippery"] is is_slippery), None)
+        for name, row in (seeds[0]["policies"] if seeds else {}).items():
+            if name.startswith((*BASELINES, "untrained")):
+                lines.append(
+                    f"| *{name}, {'slippery' if is_slippery else 'not slippery'}* | exact "
+                    f"| {row['success_probability']:.4f} | {row['success_at_horizon']:.4f} "
+                    f"| {row['optimal_states']:.0f} of {row['acting_states']:.0f} | | |"
+                )
     return "\n".join(lines)
 
 
 def _values(rows: list[dict], key: str) -> str:
     values = [row[key] for row in rows]
     return f"**{np.mean(values):.4f}** ({', '.join(f'{v:.4f}' for v in values)})"
+
+
+def speed_table() -> str:
+    """results/step_time/*.json, one row a benchmark: seconds a step of TRL's path and of this one, parts, ratio."""
+    lines = [
+        "| benchmark | path | s a step | sampling | training pass | rest | tokens computed | peak GB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for path in sorted((RESULTS / "step_time").glob("*.json")):
+        content = json.loads(path.read_text())
+        for name, m in content["medians"].items():
+            lines.append(
+                f"| [{path.stem}](results/step_time/{path.name}) | {name} | {m['seconds']:.1f} | {m['sampling']:.1f} "
+                f"| {m['training_pass']:.1f} | {m['rest']:.1f} | {m['tokens']:.0f} "
+                f"| {content['peak_memory_gb'][name]:.2f} |"
+            )
+        ratios = [a["seconds"] / b["seconds"] for a, b in zip(*content["rounds"].values(), strict=True)]
+        spread = f"{min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} rounds"
+        lines.append(f"| | **stock / packed: {np.median(ratios):.2f}** ({spread}), {content['device']} | | | | | | |")
+    return "\n".join(lines)
 
 
 def write_curves(results: dict[str, list[dict]], path: Path) -> None:
@@ -94,26 +120,38 @@ def write_curves(results: dict[str, list[dict]], path: Path) -> None:
         figure.savefig(path, dpi=130)
 
 
+def with_section(text: str, name: str, table: str) -> str:
+    """`text` with `table` between the markers of section `name`."""
+    begin, end = (marker.format(name=name) for marker in MARKERS)
+    if begin not in text or end not in text:
+        raise SystemExit(f"error: README.md: no line {begin!r} followed by {end!r}; put both where the table goes")
+    return re.sub(f"(?s){re.escape(begin)}.*?{re.escape(end)}", lambda _: f"{begin}\n{table}\n{end}", text)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--check", action="store_true", help="change nothing; exit code 1 where README.md is out of date"
     )
     arguments = parser.parse_args()
-    results = all_results()
+    results = training_results()
     if not results:
         print("results/: no folder with finished seeds yet; results/run.py makes one", file=sys.stderr)
         return 2
+    ablations = {name: seeds for name, seeds in results.items() if name.startswith(ABLATION)}
+    reported = {name: seeds for name, seeds in results.items() if name not in ablations}
+    sections = {"results": training_table(reported), "speed": speed_table()}
+    if ablations:
+        sections["ablations"] = training_table(ablations)
     readme = ROOT / "README.md"
-    text = readme.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    new = f"{before}{BEGIN}\n{table(results)}\n{END}{after}"
+    text = new = readme.read_text()
+    for name, table in sections.items():
+        new = with_section(new, name, table)
     if arguments.check:
         print("README.md is what results/ says" if new == text else "README.md is out of date: python report.py")
         return int(new != text)
     readme.write_text(new)
-    write_curves(results, ROOT / "results" / "learning_curves.png")
+    write_curves(results, RESULTS / "learning_curves.png")
     print(f"README.md written from {len(results)} results")
     return 0
 

@@ -88,6 +88,10 @@ class ScriptArguments:
         default=0.0, metadata={"help": "Objective `expected`: weight of the action distribution's entropy (nats)."}
     )
     packed: bool = field(default=True, metadata={"help": "One row per prompt and group; false: TRL's own path."})
+    merged_sampling: bool = field(
+        default=True,
+        metadata={"help": "Decode with the adapter merged into a copy of the weights; false: slower, no copy."},
+    )
     warm_start: str = field(
         default="auto", metadata={"help": "Teach the answer format first: auto (only where needed), always, never."}
     )
@@ -508,6 +512,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         processing_class=tokenizer,
         objective=script.objective,
         packed=script.packed,
+        merged_sampling=script.merged_sampling,
         action_names=ACTIONS,
         action_rewards=lambda rows: (1.0 + scale.of_actions([row["q_values"] for row in rows])) / 2,
         action_entropy_coef=script.action_entropy_coef,

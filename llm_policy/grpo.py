@@ -29,7 +29,8 @@ class PolicyTrainer(GRPOTrainer):
     Departures from TRL's trainer:
 
     1. Sampling: the prompt is prefilled once per group and the adapter is merged into a copy of the weights, so that
-       decoding runs plain matrices (`merged_sampling`). With vLLM or continuous batching TRL's own path is used.
+       decoding runs plain matrices (`merged_sampling`; through the adapter where a GPU has no room for the copy). With
+       vLLM or continuous batching TRL's own path is used.
     2. Training pass: a prompt and its group share one packed row (llm_policy/packing.py); completions whose
        advantage is zero skip the pass, or what follows their answer, where nothing else in the loss needs them. Equal
        to stock up to rounding; `packed=False` takes TRL's pass.
@@ -117,8 +118,13 @@ class PolicyTrainer(GRPOTrainer):
         if [p for p in unique for _ in range(num_generations)] != list(prompt_ids):
             unique, num_generations = prompt_ids, 1  # groups split over processes
         model = self.accelerator.unwrap_model(self.model)
-        if self._merged:
-            self._merged_copy = self._merged_copy or MergedCopy(model)
+        if self._merged and self._merged_copy is None:
+            self._merged = MergedCopy.has_room(model)
+            if self._merged:
+                self._merged_copy = MergedCopy(model)
+            else:
+                print("no GPU memory for merged weights: decoding through the adapter, which is slower")
+        if self._merged_copy is not None:
             model = self._merged_copy.refreshed()
         with self.accelerator.autocast():
             return sample_completions(model, unique, self.generation_config, num_generations), None
@@ -315,6 +321,14 @@ class MergedCopy:
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         matrices = all(".lora_" in name and name.endswith(".weight") for name in trained)  # no biases, whole modules
         return bool(layers) and plain and floating and matrices
+
+    @staticmethod
+    def has_room(model) -> bool:
+        """Whether the GPU has memory for the copy, and a fifth more for decoding; a CPU's is taken for granted."""
+        if model.device.type != "cuda":
+            return True
+        free, _ = torch.cuda.mem_get_info(model.device)
+        return free > 1.2 * sum(p.numel() * p.element_size() for p in model.parameters())
 
     def __init__(self, peft_model) -> None:
         self._layers = {

@@ -1,0 +1,85 @@
+import json
+
+import pytest
+
+import report
+
+ROW = {"optimal_success": 0.8235, "optimal_at_horizon": 0.7442, "acting_states": 11.0}
+
+
+def policy(name: str, success: float, states: int) -> dict:
+    return ROW | {
+        "policy": name, "success_probability": success, "success_at_horizon": success / 2, "optimal_states": states,
+    }  # fmt: skip
+
+
+def write_seed(folder, success: float, is_slippery: bool = True) -> None:
+    folder.mkdir(parents=True)
+    policies = [
+        policy("optimal", 0.8235, 11),
+        policy("uniform random", 0.0139, 0),
+        policy("trained, greedy", success, 9),
+    ]
+    (folder / "evaluation.json").write_text(json.dumps({"is_slippery": is_slippery, "policies": policies}))
+    steps = [{"step": 1, "seconds": 30.0}, {"step": 2, "seconds": 60.0, "policy/success_probability": success}]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
+    (folder / "result.txt").write_text(f"a table\nverdict: says {success}\n")
+    (folder / "minutes.txt").write_text("4.25\n")
+
+
+@pytest.fixture
+def results(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    for seed, success in ((1, 0.8), (2, 0.4)):
+        write_seed(tmp_path / f"canonical_slippery/seed-{seed}", success)
+    write_seed(tmp_path / "dry/seed-1", 1.0, is_slippery=False)
+    (tmp_path / "dry/seed-2").mkdir()  # still running
+    return tmp_path
+
+
+def test_training_table(results):
+    found = report.training_results()
+    assert {name: len(seeds) for name, seeds in found.items()} == {"canonical_slippery": 2, "dry": 1}
+    lines = report.training_table(found).splitlines()
+    assert lines[2] == (
+        "| [canonical_slippery](results/canonical_slippery) | 2 | **0.6000** (0.8000, 0.4000) of 0.8235 "
+        "| **0.3000** (0.4000, 0.2000) of 0.7442 | 9, 9 of 11 | 4.2, 4.2 | says 0.4 |"
+    )
+    names = [line.split("|")[1].strip(" *") for line in lines[4:]]
+    assert names == [
+        "optimal, slippery", "uniform random, slippery", "optimal, not slippery", "uniform random, not slippery",
+    ]  # fmt: skip
+
+
+def test_speed_table(results):
+    (results / "step_time").mkdir()
+    parts = {"sampling": 2.0, "training_pass": 3.0, "rest": 0.5, "tokens": 100.0}
+    rounds = {"stock TRL": (40.0, 42.0), "packed": (10.0, 7.0)}
+    content = {
+        "device": "2 CPU threads",
+        "medians": {"stock TRL": {"seconds": 40.0, **parts}, "packed": {"seconds": 10.0, **parts}},
+        "rounds": {name: [{"seconds": s} for s in steps] for name, steps in rounds.items()},
+        "peak_memory_gb": {"stock TRL": 5.0, "packed": 4.0},
+    }
+    (results / "step_time/one.json").write_text(json.dumps(content))
+    assert "**stock / packed: 5.00** (4.00 to 6.00 in 2 rounds), 2 CPU threads" in report.speed_table()
+
+
+def test_curves_are_drawn(results):
+    report.write_curves(report.training_results(), results / "curves.png")
+    assert (results / "curves.png").stat().st_size > 10_000
+
+
+def test_a_section_is_replaced_and_nothing_else():
+    begin, end = (marker.format(name="speed") for marker in report.MARKERS)
+    text = f"before\n{begin}\nold \\1\n{end}\nafter\n"
+    new = report.with_section(text, "speed", "| new \\1 |")
+    assert new == f"before\n{begin}\n| new \\1 |\n{end}\nafter\n"
+    assert report.with_section(new, "speed", "| new \\1 |") == new
+    with pytest.raises(SystemExit, match=r"README\.md: no line"):
+        report.with_section("nothing", "speed", "")
+
+
+def test_the_readme_is_what_results_say(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["report.py", "--check"])
+    assert report.main() == 0, capsys.readouterr().out
