@@ -152,7 +152,7 @@ def expert_rows(grid: Grid, q_SA: np.ndarray, options: ExpertOptions, progress: 
     if options.rows == "states":
         for number, state in enumerate(acting_states(grid)):
             env.reset(seed=options.seed if number == 0 else None)
-            env.unwrapped.s = state
+            env.unwrapped.s = state  # type: ignore[attr-defined]  # Gymnasium's name for it
             step_from(state, 0)
     else:
         batch_of_episode = np.repeat(np.arange(options.batches), options.episodes_per_batch)
@@ -183,8 +183,8 @@ def write_expert_csv(options: ExpertOptions, progress: bool = False) -> Path:
         q_SA = expert_q(grid, options, progress_here)
         rows.extend(expert_rows(grid, q_SA, options, progress_here))
         lake, horizon = lake_mdp(grid, options.is_slippery), options.horizon_steps or default_horizon(grid)
-        successes.append(policy_return(lake, greedy_policy(q_SA), horizon_steps=horizon))
-        ceilings.append(optimal_return(lake, horizon))
+        successes.append(float(policy_return(lake, greedy_policy(q_SA), horizon_steps=horizon)))
+        ceilings.append(float(optimal_return(lake, horizon)))
     unfinished = path.with_name(path.name + ".unfinished")
     try:
         with unfinished.open("w", encoding="utf-8", newline="") as file:
