@@ -37,7 +37,7 @@ from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantiz
 
 from evaluate_policy import RUN_FILE, evaluate_policies, model_policies, print_table, save_evaluation
 from llm_policy.checkpoints import COMPLETE_MARK, latest_checkpoint, remove_incomplete
-from llm_policy.diagnostics import STOP_CONDITIONS, MetricsFile, PolicyDiagnostics
+from llm_policy.diagnostics import STOP_CONDITIONS, MetricsFile, PolicyDiagnostics, policy_verdict
 from llm_policy.errors import EXIT_INPUT_ERROR, InputError, run_script
 from llm_policy.expert_q import read_expert_csv
 from llm_policy.frozen_lake import ACTIONS, Grid, random_grids, shortest_path_policy
@@ -571,7 +571,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     summary = print_table(evaluated, f"{len(grids)} map(s), {'slippery' if script.is_slippery else 'not slippery'}")
     steps = f"warm start {warm_start['steps']} steps, GRPO {trainer.state.global_step}"
-    verdict = f"verdict: {diagnostics.full_verdict()} ({steps})"
+    trained_row = next(row for row in evaluated if row.name == "trained, greedy")  # of the adapter that was saved
+    in_words = policy_verdict(trained_row.tables, grids, trained_row.scores)
+    verdict = f"verdict: {diagnostics.with_collapse(in_words)} ({steps})"
     print(verdict)
     print(f"saved {output_dir}: adapter, {RUN_FILE}, {CONFIG_FILE}, metrics.jsonl, {EVALUATION_FILE}, policy.png")
     (output_dir / "result.txt").write_text(f"{summary}{verdict}\n")

@@ -18,6 +18,7 @@ from llm_policy.policy_table import AGREEMENT_GAMMA, PolicyReader, PolicyScore, 
 
 STOP_CONDITIONS = ("optimal", "collapsed", "never")
 COLLAPSE_STEPS = 5  # so many steps in a row without a single group that has variance
+STEADY_EVALUATIONS = 2  # so many in a row at the optimum: a state that is right by a hair is wrong after rounding
 
 
 def mutual_information(policies_SA: Sequence[np.ndarray], grids: Sequence[Grid]) -> float:
@@ -70,12 +71,12 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         self.reward_lines = reward_lines
         self.unanimous_since: int | None = None
         self.evaluation_seconds = 0.0
-        self.verdict = "not judged"
+        self.optimal_evaluations = 0  # in a row
         self.has_stopped = False  # by `stop_when`
 
     def state(self) -> dict:
         """What a checkpoint keeps of it, so that a resumed run stops where it would have stopped."""
-        kept = ("unanimous_since", "verdict", "has_stopped")
+        kept = ("unanimous_since", "optimal_evaluations", "has_stopped")
         return {"args": {}, "attributes": {name: getattr(self, name) for name in kept}}
 
     def restore(self, state: TrainerState) -> None:
@@ -102,7 +103,9 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         due = self.evaluate_steps and state.global_step % self.evaluate_steps == 0
         if due or state.global_step == state.max_steps:
             scores = self.evaluate(state.global_step)
-            if self.stop_when == "optimal" and min(s.percent_of_optimal for s in scores) >= 99.95:
+            is_optimal = min(s.percent_of_optimal for s in scores) >= 99.95
+            self.optimal_evaluations = self.optimal_evaluations + 1 if is_optimal else 0
+            if self.stop_when == "optimal" and self.optimal_evaluations >= STEADY_EVALUATIONS:
                 self.has_stopped = True
         if self.stop_when == "collapsed" and collapsed:
             self.has_stopped = True
@@ -118,7 +121,8 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
             score_policy(grid, self.reader.is_slippery, table, default_horizon(grid), policies.format_validity)
             for grid, table in zip(self.grids, policies.tables, strict=True)
         ]
-        self.verdict = policy_verdict(policies.tables, self.grids, scores)
+        verdict = policy_verdict(policies.tables, self.grids, scores)
+        print(f"step {step}: {self.with_collapse(verdict)}", flush=True)
         self.evaluation_seconds += time.perf_counter() - started
         values = {
             "policy/success_probability": np.mean([s.success_probability for s in scores]),
@@ -135,18 +139,18 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         if writer is not None:
             mdp = lake_mdp(self.grids[0], self.reader.is_slippery)
             optimal_SA = optimal_actions(optimal_q(mdp, AGREEMENT_GAMMA))
-            figure = policy_figure(self.grids[0], {f"step {step}: {self.verdict}": policies.tables[0]}, optimal_SA)
+            figure = policy_figure(self.grids[0], {f"step {step}: {verdict}": policies.tables[0]}, optimal_SA)
             writer.add_figure("policy", figure, step)
         return scores
 
-    def full_verdict(self) -> str:
-        """The verdict of the last evaluation and, where it holds, since when no group has had any variance.
+    def with_collapse(self, verdict: str) -> str:
+        """`verdict` and, where it holds, since when no group has had any variance.
 
         Groups that agree on the optimal action are what learning ends in, no collapse.
         """
-        if self.unanimous_since is None or self.verdict.startswith("learned"):
-            return self.verdict
-        return f"{self.verdict}; collapsed: 100 % unanimous groups since step {self.unanimous_since}"
+        if self.unanimous_since is None or verdict.startswith("learned"):
+            return verdict
+        return f"{verdict}; collapsed: 100 % unanimous groups since step {self.unanimous_since}"
 
     def _tensorboard_writer(self):
         for callback in self.trainer.callback_handler.callbacks:

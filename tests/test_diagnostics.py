@@ -86,9 +86,9 @@ def stopped_at(unanimous_shares: list[float], stop_when: str) -> tuple[int | Non
         control = SimpleNamespace(should_training_stop=False)
         diagnostics.on_step_end(None, SimpleNamespace(global_step=step, max_steps=1000), control)
         if control.should_training_stop:
-            return step, diagnostics.full_verdict()
+            return step, diagnostics.with_collapse("partly learned")
     assert trainer._metrics["train"]["reward/random"] == [0.7] * len(unanimous_shares)
-    return None, diagnostics.full_verdict()
+    return None, diagnostics.with_collapse("partly learned")
 
 
 COLLAPSES = [
@@ -96,9 +96,9 @@ COLLAPSES = [
     ([1.0] * 20, "collapsed", 1 + COLLAPSE_STEPS, "since step 1"),
     ([1.0] * 20, "never", None, "since step 1"),
     ([1.0] * 20, "optimal", None, "since step 1"),
-    ([0.5] * 20, "collapsed", None, "not judged"),
+    ([0.5] * 20, "collapsed", None, "partly learned"),
     # One group with variance starts the count again
-    ([1.0, 1.0, 1.0, 0.9] * 5, "collapsed", None, "not judged"),
+    ([1.0, 1.0, 1.0, 0.9] * 5, "collapsed", None, "partly learned"),
     ([0.5, 1.0, 0.9] + [1.0] * 20, "collapsed", 4 + COLLAPSE_STEPS, "since step 4"),
 ]
 
@@ -108,6 +108,28 @@ def test_collapse(shares, stop_when, step, words):
     stopped, verdict = stopped_at(shares, stop_when)
     assert stopped == step
     assert words in verdict
+
+
+def test_a_learned_policy_agrees_and_has_not_collapsed():
+    diagnostics = PolicyDiagnostics(None, None, [GRID], 0, "never", {})
+    diagnostics.unanimous_since = 3
+    assert diagnostics.with_collapse("learned: 11/11") == "learned: 11/11"
+
+
+@pytest.mark.parametrize(
+    ("percents", "step"),
+    [([50.0, 100.0, 100.0, 100.0], 3), ([100.0, 99.0, 100.0, 99.0], None), ([100.0, 100.0], 2)],
+)
+def test_stops_where_the_optimum_is_steady(percents, step, monkeypatch):
+    trainer = SimpleNamespace(_metrics={"train": {"frac_reward_zero_std": [0.0]}})
+    diagnostics = PolicyDiagnostics(trainer, None, [GRID], 1, "optimal", {})
+    monkeypatch.setattr(diagnostics, "evaluate", lambda n: [SimpleNamespace(percent_of_optimal=percents[n - 1])])
+    stops = []
+    for n in range(1, len(percents) + 1):
+        control = SimpleNamespace(should_training_stop=False)
+        diagnostics.on_step_end(None, SimpleNamespace(global_step=n, max_steps=1000), control)
+        stops.append(control.should_training_stop)
+    assert stops == [step is not None and n >= step for n in range(1, len(percents) + 1)]
 
 
 # metrics.jsonl -------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def test_training_table(results):
     lines = report.training_table(found).splitlines()
     assert lines[2] == (
         "| [canonical_slippery](results/canonical_slippery) | 2 | **0.6000** (0.8000, 0.4000) of 0.8235 "
-        "| **0.3000** (0.4000, 0.2000) of 0.7442 | 9, 9 of 11 | 4.2, 4.2 | says 0.4 |"
+        "| **0.3000** (0.4000, 0.2000) of 0.7442 | **0.1500** (0.2000, 0.1000) | 9, 9 of 11 | 4.2, 4.2 | says 0.4 |"
     )
     names = [line.split("|")[1].strip(" *") for line in lines[4:]]
     assert names == [
