@@ -5,7 +5,6 @@ PYTHON ?= python3.11
 VENV := .venv
 RUN := $(VENV)/bin/python
 MODEL := data/models/SmolLM2-135M-Instruct
-SOURCES := train_script.py evaluate_policy.py rewards.py prompts.py llm_policy data benchmarks tests
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model train test lint evaluate tensorboard clean

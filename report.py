@@ -26,7 +26,7 @@ def seeds_of(folder: Path) -> list[dict]:
     """The finished seeds of one training result: evaluation rows by name, metrics by step, verdict, minutes."""
     found = []
     for seed in sorted(folder.glob("seed-*")):
-        if (seed / "result.txt").exists():
+        if (seed / "result.txt").exists() and (seed / "metrics.jsonl").exists():
             evaluation = json.loads((seed / "evaluation.json").read_text())
             found.append(
                 {
@@ -81,6 +81,48 @@ def training_table(results: dict[str, list[dict]]) -> str:
 def _values(rows: list[dict], key: str) -> str:
     values = [row[key] for row in rows]
     return f"**{np.mean(values):.4f}** ({', '.join(f'{v:.4f}' for v in values)})"
+
+
+def searches_of(folder: Path) -> list[dict]:
+    """`evaluation.json` of the finished seeds of one policy search."""
+    paths = sorted(folder.glob("seed-*/evaluation.json"))
+    evaluations = [json.loads(path.read_text()) for path in paths]
+    return [
+        e | {"minutes": float((p.parent / "minutes.txt").read_text())} for e, p in zip(evaluations, paths, strict=True)
+    ]
+
+
+def search_table(trained: dict[str, list[dict]]) -> str:
+    """In-context policy search beside its baselines at equal episodes, and beside GRPO on the same lake."""
+    lines = [
+        "| environment | policy | seeds | return within the limit | episodes | minutes | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for folder in sorted(RESULTS.glob("props_*")):
+        seeds = searches_of(folder)
+        if not seeds:
+            continue
+        env_id, searched = seeds[0]["env_id"], seeds[0]["searched"]
+        for name in (row["policy"] for row in seeds[0]["policies"]):
+            rows = [next(row for row in seed["policies"] if row["policy"] == name) for seed in seeds]
+            episodes = ", ".join(str(row["episodes"]) for row in rows if row["episodes"] is not None)
+            is_searched = name == searched
+            minutes = ", ".join(f"{seed['minutes']:.1f}" for seed in seeds) if is_searched else ""
+            note = f"[{folder.name}](results/{folder.name})" if is_searched else ""
+            lines.append(
+                f"| {env_id} | {name} | {len(seeds)} | {_values(rows, 'value')} | {episodes} | {minutes} | {note} |"
+            )
+        if env_id == "FrozenLake-v1" and "canonical_slippery" in trained:
+            runs = trained["canonical_slippery"]
+            greedy = [run["policies"]["trained, greedy"] for run in runs]
+            minutes = ", ".join(f"{run['minutes']:.1f}" for run in runs)
+            lines.append(
+                f"| {env_id} | GRPO, objective expected | {len(runs)} | {_values(greedy, 'success_at_horizon')} "
+                f"| none: the expert's Q | {minutes} | [canonical_slippery](results/canonical_slippery) |"
+            )
+        for name, value in seeds[0]["published"].items():
+            lines.append(f"| {env_id} | *{name}, published* | 10 | *{value}* | 8,000 | | GPT-4o, arXiv 2511.21928 |")
+    return "\n".join(lines)
 
 
 def speed_table() -> str:
@@ -143,7 +185,7 @@ def main() -> int:
         return 2
     ablations = {name: seeds for name, seeds in results.items() if name.startswith(ABLATION)}
     reported = {name: seeds for name, seeds in results.items() if name not in ablations}
-    sections = {"results": training_table(reported), "speed": speed_table()}
+    sections = {"results": training_table(reported), "speed": speed_table(), "search": search_table(results)}
     if ablations:
         sections["ablations"] = training_table(ablations)
     readme = ROOT / "README.md"

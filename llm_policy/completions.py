@@ -1,4 +1,4 @@
-"""Completion text -> action: the one parser for rewards, evaluation and policy search.
+"""Completion text -> action: the one parser for rewards and evaluation.
 
 Text from a model is only ever matched against names that we know; it is never evaluated.
 """

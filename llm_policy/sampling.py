@@ -4,7 +4,7 @@ What all prompts begin with is prefilled once for all of them. Everything after 
 transformers, so that every sampling option keeps its meaning.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
@@ -21,6 +21,7 @@ def sample_completions(
     generation_config: GenerationConfig,
     completions_per_prompt: int = 1,
     rows_per_batch: int = 256,
+    allowed_tokens: Callable[[int, torch.Tensor], list[int]] | None = None,
 ) -> list[list[int]]:
     """Sample (or decode greedily) `completions_per_prompt` continuations of every prompt.
 
@@ -29,6 +30,7 @@ def sample_completions(
         generation_config: as for `model.generate`; needs pad and end tokens and `max_new_tokens`. What the checkpoint
             ships with (Qwen2.5: repetition penalty 1.1, top_p 0.8) fills nothing in: training and evaluation agree.
         rows_per_batch: completions decoded at the same time, a bound on memory.
+        allowed_tokens: `prefix_allowed_tokens_fn` of `generate`: (row, token ids so far) -> tokens that may come next.
 
     Returns:
         P * completions_per_prompt lists of token ids, prompt by prompt, each up to and with its end token.
@@ -42,7 +44,7 @@ def sample_completions(
     try:
         for first in range(0, len(prompts), prompts_per_batch):
             batch = prompts[first : first + prompts_per_batch]
-            completions.extend(_sample_batch(model, batch, generation_config, completions_per_prompt))
+            completions.extend(_sample_batch(model, batch, generation_config, completions_per_prompt, allowed_tokens))
     finally:
         model.generation_config = shipped
         model.train(was_training)
@@ -50,7 +52,11 @@ def sample_completions(
 
 
 def _sample_batch(
-    model: PreTrainedModel, prompts: Sequence[TokenIds], generation_config: GenerationConfig, group: int
+    model: PreTrainedModel,
+    prompts: Sequence[TokenIds],
+    generation_config: GenerationConfig,
+    group: int,
+    allowed_tokens: Callable[[int, torch.Tensor], list[int]] | None,
 ) -> list[list[int]]:
     config = model.config.get_text_config()
     # Padding stands behind the shared prefix, which a sliding window, counting places, would take for tokens.
@@ -83,6 +89,7 @@ def _sample_batch(
         attention_mask=mask_PL.repeat_interleave(group, 0),
         past_key_values=cache,
         generation_config=generation_config,
+        prefix_allowed_tokens_fn=allowed_tokens,
     )
     return [_up_to_end(row, generation_config.eos_token_id) for row in output[:, length:].tolist()]
 

@@ -3,10 +3,11 @@
     python results/run.py --name canonical_slippery
     python results/run.py --name dry --expert "--is_slippery false --rows states" -- --is_slippery false
     python results/run.py --name ablation_kl --seeds 1 2 3 -- --beta 0.1
+    python results/run.py --name props_cart_pole --script search_policy.py -- --env_id CartPole-v1
 
-Everything behind `--` goes to train_script.py. A killed call goes on where it stopped. results/NAME/command.txt holds
-the command, seed-N/ holds run.json (commit, versions, hardware), the resolved configuration, metrics.jsonl,
-evaluation.json, result.txt, the policy's picture and the minutes of the whole process.
+Everything behind `--` goes to the script. A killed call goes on where it stopped. results/NAME/command.txt holds the
+command, seed-N/ holds run.json (commit, versions, hardware), the resolved configuration, metrics.jsonl (a search:
+answers.jsonl), evaluation.json, result.txt, the picture and the minutes of the whole process.
 """
 
 import argparse
@@ -19,22 +20,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = (
-    "run.json", "resolved_config.yaml", "metrics.jsonl", "evaluation.json", "result.txt", "policy.png", "minutes.txt",
+    "run.json", "resolved_config.yaml", "metrics.jsonl", "answers.jsonl", "evaluation.json", "result.txt", "policy.png",
+    "curve.png", "minutes.txt",
 )  # fmt: skip
+# What each script needs to go on after a kill, and its configuration where none is named
+SCRIPTS = {
+    "train_script.py": (["--resume_from_checkpoint", "auto"], "configs/laptop.yaml"),
+    "search_policy.py": ([], None),
+}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", required=True, help="folder under results/ and runs/")
-    parser.add_argument("--config", default="configs/laptop.yaml", help="YAML file for train_script.py")
+    parser.add_argument("--script", choices=tuple(SCRIPTS), default="train_script.py", help="what is run")
+    parser.add_argument("--config", help="YAML file for the script (train_script.py: configs/laptop.yaml by default)")
     parser.add_argument("--expert", help="options of llm_policy.expert_q: the run's own CSV, made first, not committed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="fresh seeds, not those of tuning")
-    parser.add_argument("flags", nargs="*", help="after --: flags for train_script.py")
+    parser.add_argument("flags", nargs="*", help="after --: flags for the script")
     arguments = parser.parse_args()
     target = ROOT / "results" / arguments.name
     target.mkdir(parents=True, exist_ok=True)
     (target / "command.txt").write_text(shlex.join(["python", "results/run.py", *sys.argv[1:]]) + "\n")
-    flags = list(arguments.flags)
+    options, config = SCRIPTS[arguments.script]
+    config = arguments.config or config
+    flags = [*options, *(["--config", config] if config else []), *arguments.flags]
     if arguments.expert:
         table = ROOT / "runs" / arguments.name / "expert.csv"
         table.parent.mkdir(parents=True, exist_ok=True)
@@ -44,8 +54,7 @@ def main() -> int:
     for seed in arguments.seeds:
         run = ROOT / "runs" / arguments.name / f"seed-{seed}"
         command = [
-            sys.executable, "train_script.py", "--config", arguments.config, "--seed", str(seed),
-            "--output_dir", str(run.relative_to(ROOT)), "--resume_from_checkpoint", "auto", *flags,
+            sys.executable, arguments.script, "--seed", str(seed), "--output_dir", str(run.relative_to(ROOT)), *flags,
         ]  # fmt: skip
         started, was_finished = time.perf_counter(), (run / "evaluation.json").exists()
         code = subprocess.run(command, cwd=ROOT, check=False).returncode

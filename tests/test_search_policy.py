@@ -1,0 +1,382 @@
+"""The command of policy search: the table and the files it leaves, resuming, and what it says to bad input."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import yaml
+from PIL import Image
+from stub_endpoint import stub_endpoint
+from tiny_models import build_tiny_model
+
+import search_policy
+from llm_policy.errors import run_script
+from llm_policy.models import ROOT
+from llm_policy.policy_search import Step, read_log
+from llm_policy.proposers import KEY_VARIABLE
+from search_policy import Judgement, Row, main, parse_arguments, row_of, verdict_of
+
+KEY = "sk-secret-0123456789"
+GOOD = "parameters: " + ", ".join("1" * 16)
+FILES = {
+    "answers.jsonl", "evaluation.json", "curve.png", "result.txt", "resolved_config.yaml", "run.json",
+}  # fmt: skip
+
+
+def small_run(output_dir, *more) -> list[str]:
+    """Arguments of a run of a fraction of a second; what stands in `more` wins."""
+    options = {"proposer": "random", "iterations": 5, "episodes": 4, "warm_up": 3, "judge_episodes": 5}
+    arguments = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    return [*arguments, "--output_dir", str(output_dir), *map(str, more)]
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, KEY)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
+
+
+# A run and its files -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def lake_run(tmp_path_factory):
+    out = tmp_path_factory.mktemp("lake") / "out"
+    assert main(small_run(out, "--iterations", 30, "--seed", 3)) == 0
+    return out
+
+
+def test_files(lake_run):
+    assert {path.name for path in lake_run.iterdir()} == FILES
+    run = json.loads((lake_run / "run.json").read_text())
+    assert (run["env_id"], run["seed"], run["horizon_steps"], run["config"]) == ("FrozenLake-v1", 3, 100, "defaults")
+    assert set(run["versions"]) >= {"gymnasium", "numpy", "torch", "transformers"}
+    with Image.open(lake_run / "curve.png") as picture:
+        picture.load()
+        assert picture.width > picture.height > 300
+
+
+def test_evaluation(lake_run):
+    evaluation = json.loads((lake_run / "evaluation.json").read_text())
+    rows = {row["policy"]: row for row in evaluation["policies"]}
+    assert list(rows) == ["optimal", "uniform random policy", "hill climbing", "random search"]
+    assert rows["optimal"]["value"] == pytest.approx(0.7402, abs=1e-4)
+    assert rows["optimal"]["value_without_limit"] == pytest.approx(14 / 17)
+    assert rows["uniform random policy"]["value"] == pytest.approx(0.0139, abs=1e-4)
+    assert rows["random search"]["episodes"] == rows["hill climbing"]["episodes"] == (3 + 30) * 4
+    # Judged exactly, and not by the draw that chose it
+    returns = [r["returns"] for r in read_log(lake_run / "answers.jsonl") if r["kind"] == "rollout"]
+    assert rows["random search"]["search_mean"] == max(sum(each) / 4 for each in returns) > 0
+    assert 0 < rows["random search"]["value"] != rows["random search"]["search_mean"]
+    for name in ("random search", "hill climbing"):
+        curve = evaluation["curves"][name]
+        assert curve["iteration"] == list(range(31))
+        assert curve["value"][-1] == rows[name]["value"]
+    assert evaluation["curves"]["random search"]["value"][0] == evaluation["curves"]["hill climbing"]["value"][0]
+    assert evaluation["published"]["ProPS"] == ".57 (.17)"
+    assert evaluation["cost"]["calls"] == 30
+
+
+def test_result(lake_run):
+    lines = (lake_run / "result.txt").read_text().splitlines()
+    assert "judged exactly" in lines[0]
+    assert any("0.7402" in line and "0.8235" in line for line in lines)
+    assert "best policy: " in "\n".join(lines)
+    assert any(line.startswith("published, not run here (arXiv 2511.21928, GPT-4o") for line in lines)
+    assert lines[-2].startswith("cost: 30 calls, 0 tokens in, 0 out, ")
+    assert lines[-1].startswith("verdict: random search ")
+
+
+def test_a_finished_run_is_shown_again(lake_run, capsys):
+    before = {path: path.stat().st_mtime_ns for path in lake_run.iterdir()}
+    assert main(small_run(lake_run, "--iterations", 30, "--seed", 3)) == 0
+    printed = capsys.readouterr().out
+    assert "holds a finished run" in printed
+    assert (lake_run / "result.txt").read_text() in printed
+    assert {path: path.stat().st_mtime_ns for path in lake_run.iterdir()} == before
+
+
+def test_the_resolved_config_and_the_recorded_answers_repeat_the_run(lake_run, tmp_path):
+    out = tmp_path / "again"
+    config = ["--config", str(lake_run / "resolved_config.yaml"), "--output_dir", str(out)]
+    assert main([*config, "--proposer", "recorded", "--answers", str(lake_run / "answers.jsonl")]) == 0
+    assert (out / "answers.jsonl").read_bytes() == (lake_run / "answers.jsonl").read_bytes()
+    first, again = (json.loads((folder / "evaluation.json").read_text()) for folder in (lake_run, out))
+    assert first["policies"][-1]["parameters"] == again["policies"][-1]["parameters"]
+    assert first["curves"]["random search"] == again["curves"]["ProPS, recorded"]
+
+
+def test_other_environments(tmp_path, capsys):
+    assert main(small_run(tmp_path / "pole", "--env_id", "CartPole-v1")) == 0
+    evaluation = json.loads((tmp_path / "pole/evaluation.json").read_text())
+    rows = {row["policy"]: row for row in evaluation["policies"]}
+    assert list(rows) == ["uniform random policy", "hill climbing", "random search"]
+    assert all(row["standard_error"] >= 0 and row["value_without_limit"] is None for row in rows.values())
+    assert evaluation["judge_episodes"] == 5
+    assert "solved at a return of 475" in capsys.readouterr().out
+    assert main(small_run(tmp_path / "cliff", "--env_id", "CliffWalking-v1", "--proposer", "hill_climbing")) == 0
+    rows = {row["policy"]: row for row in json.loads((tmp_path / "cliff/evaluation.json").read_text())["policies"]}
+    assert rows["optimal"]["value"] == -13
+    assert math.isinf(float(rows["hill climbing"]["value_without_limit"]))
+
+
+def test_without_baselines_and_with_options(tmp_path):
+    options = ["--env_options", '{"map_name": "8x8", "is_slippery": false}', "--baselines", "false"]
+    assert main(small_run(tmp_path / "out", *options, "--horizon_steps", 14)) == 0
+    rows = json.loads((tmp_path / "out/evaluation.json").read_text())["policies"]
+    assert [row["policy"] for row in rows] == ["optimal", "uniform random policy", "random search"]
+    assert (rows[0]["value"], len(rows[2]["parameters"])) == (1.0, 64)
+
+
+# Models --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory):
+    """A tiny model with room for a prompt: its tokenizer takes about a token a letter."""
+    folder = build_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
+    return folder
+
+
+def test_a_local_model(tiny_model, tmp_path, capsys):
+    model = ["--proposer", "local", "--model_name_or_path", tiny_model, "--dtype", "float32", "--iterations", 3]
+    assert main(small_run(tmp_path / "out", *model)) == 0
+    answers = [r for r in read_log(tmp_path / "out/answers.jsonl") if r["kind"] == "answer"]
+    assert [(r["iteration"], r["attempt"], r["error"]) for r in answers] == [(1, 0, None), (2, 0, None), (3, 0, None)]
+    assert "0 of 3 iterations failed" in capsys.readouterr().out
+
+
+def test_a_local_model_left_to_itself(tiny_model, tmp_path, capsys):
+    model = ["--constrained", "false", "--proposer", "local", "--model_name_or_path", tiny_model, "--dtype", "float32"]
+    model += ["--iterations", 2]
+    # "--proposer", "local", "--model_name_or_path", tiny_model, "--dtype", "float32", "--iterations", 2]
+    assert main(small_run(tmp_path / "out", *model, "--describe_environment", "true")) == 0
+    answers = [r for r in read_log(tmp_path / "out/answers.jsonl") if r["kind"] == "answer"]
+    assert [(r["iteration"], r["attempt"]) for r in answers] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+    assert all(r["error"] and r["answer"].startswith("parameters:") and r["tokens_in"] > 500 for r in answers)
+    assert "frozen lake" in answers[0]["prompt"][1]["content"]
+    printed = capsys.readouterr().out
+    assert "verdict: ProPS+, model gave no usable answer; its policy is the best of the warm-up" in printed
+    assert "With the episodes of the failed iterations as well: random search " in printed
+    assert "2 of 2 iterations failed" in printed
+    rows = {r["policy"]: r for r in json.loads((tmp_path / "out/evaluation.json").read_text())["policies"]}
+    assert rows["ProPS+, model"]["episodes"] == rows["random search"]["episodes"] == 3 * 4
+
+
+def endpoint_run(output_dir, base_url, *more):
+    pytest.importorskip("openai", reason="requirements-endpoint.txt")
+    endpoint = ["--proposer", "endpoint", "--base_url", base_url, "--model_name", "model-1", "--endpoint_retries", 1]
+    return small_run(output_dir, *endpoint, *more)
+
+
+def test_a_run_whose_endpoint_went_down_goes_on(tmp_path, capsys):
+    out = tmp_path / "out"
+    with stub_endpoint(GOOD, "nonsense", 500) as server, pytest.raises(SystemExit) as leaving:
+        run_script(lambda: main(endpoint_run(out, server.base_url)))
+    assert leaving.value.code == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert "status 500 after 1 more tries" in line
+    assert "the same command goes on" in line
+    assert not (out / "evaluation.json").exists()
+    with stub_endpoint(GOOD) as server:  # elsewhere
+        assert main(endpoint_run(out, server.base_url)) == 0
+    assert "2 answers from before are taken and not asked again" in capsys.readouterr().out
+    assert len(server.requests) == 5 - 2 + 1
+    assert json.loads((out / "evaluation.json").read_text())["cost"]["calls"] == 6
+    assert KEY not in "".join(path.read_text() for path in out.iterdir() if path.suffix != ".png")
+
+
+def test_interrupted(tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(search_policy, "search", interrupted)
+        assert main(small_run(tmp_path / "out")) == 75
+    assert "the same command goes on" in capsys.readouterr().out
+    assert main(small_run(tmp_path / "out")) == 0
+
+
+def test_the_real_command(tmp_path):
+    command = [sys.executable, "search_policy.py", *small_run(tmp_path / "out")]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=one_thread, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "FrozenLake-v1: 16 parameters (a table of actions), at most 100 steps an episode"
+    assert lines[1].startswith("warm-up: 3 random policies")
+    assert lines[2].startswith("iteration 1/5: return ")
+    assert lines[-1].startswith("saved ")
+
+
+@pytest.mark.parametrize("name", ["props_frozen_lake.yaml", "props_frozen_lake_improved.yaml"])
+def test_configs(name):
+    script, settings, config = parse_arguments(["--config", f"configs/{name}"])
+    assert config == f"configs/{name}"
+    assert (settings.iterations, settings.episodes, settings.warm_up) == (400, 20, 20)
+    published = name == "props_frozen_lake.yaml"
+    assert settings.pool_duplicates is not published
+    assert settings.history == ("whole" if published else "best_and_recent")
+    assert settings.optimum_hint == ("1.0" if published else "exact")
+    assert (script.env_id, script.proposer) == ("FrozenLake-v1", "endpoint")
+
+
+def test_flags_win_over_the_config():
+    flags = ["--iterations", "7", "--proposer", "random"]
+    script, settings, _ = parse_arguments([*flags, "--config=configs/props_frozen_lake.yaml"])
+    assert (settings.iterations, script.proposer, settings.episodes) == (7, "random", 20)
+
+
+def test_env_options_may_be_a_mapping(tmp_path):
+    (tmp_path / "config.yaml").write_text("env_options: {map_name: 8x8}\n")
+    script, *_ = parse_arguments(["--config", str(tmp_path / "config.yaml")])
+    assert script.options == {"map_name": "8x8"}
+
+
+# Comparison ----------------------------------------------------------------------------------------------------
+
+VERDICTS = [
+    # (value, standard error) of the search and of the other, what is said
+    ((0.5, None), (0.4, None), "beats random search"),
+    ((0.4, None), (0.5, None), "does not beat random search"),
+    ((0.4, None), (0.4, None), "equals random search"),
+    ((400.0, 10.0), (430.0, 20.0), "cannot be told from random search"),
+    ((500.0, 10.0), (430.0, 20.0), "beats random search"),
+    ((300.0, 10.0), (430.0, 20.0), "does not beat random search"),
+]
+
+
+@pytest.mark.parametrize(("searched", "other", "words"), VERDICTS)
+def test_verdicts(searched, other, words):
+    rows = Row("ProPS", Judgement(*searched)), Row("random search", Judgement(*other))
+    assert words in verdict_of(rows[0], rows[1:])
+
+
+def test_a_baseline_is_read_at_the_same_number_of_episodes():
+    steps = [Step(i, [0.0], False, None, (i,), float(i), 4 * i) for i in range(1, 6)]
+    row = row_of("random search", steps, lambda parameters: Judgement(float(parameters[0])), episodes=12)
+    assert (row.parameters, row.episodes, row.judgement.value) == ((3,), 12, 3.0)
+    assert row_of("nothing", steps, None, episodes=3).judgement is None
+
+
+# Bad input -----------------------------------------------------------------------------------------------------
+
+CONFIGS = {
+    "unknown_key.yaml": "iteratons: 3\n",
+    "list.yaml": "- a\n",
+    "not_yaml.yaml": "a: [1\nb: }",
+    "bad_value.yaml": "iterations: many\n",
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("places")
+    build_tiny_model(tmp / "model")  # a context of 512 tokens
+    for name, text in CONFIGS.items():
+        (tmp / name).write_text(text)
+    (tmp / "file").write_text("kept")
+    (tmp / "other").mkdir()
+    (tmp / "other/resolved_config.yaml").write_text("seed: 1\n")
+    (tmp / "damaged").mkdir()
+    (tmp / "damaged/answers.jsonl").write_text("not json\n")
+    return tmp
+
+
+LOCAL = ["--proposer", "local", "--model_name_or_path", "{tmp}/model", "--dtype", "float32"]
+ENDPOINT = ["--proposer", "endpoint", "--model_name", "m", "--base_url", "http://127.0.0.1:9/v1"]
+BAD_INPUT = [
+    # further arguments, what the line names
+    (["--iteratons", "3"], "--iteratons"),
+    (["stray"], "stray"),
+    (["--config"], "--config: expected the path"),
+    (["--config", "{tmp}/nowhere.yaml"], "--config {tmp}/nowhere.yaml: no such file"),
+    (["--config", "{tmp}/unknown_key.yaml"], "iteratons"),
+    (["--config", "{tmp}/list.yaml"], "must contain a YAML mapping"),
+    (["--config", "{tmp}/not_yaml.yaml"], "{tmp}/not_yaml.yaml"),
+    (["--iterations", "many"], "'many'"),
+    (["--iterations", "0"], "--iterations 0: expected an integer of at least 1"),
+    (["--proposer", "oracle"], "--proposer 'oracle': expected one of local, endpoint, random"),
+    (["--history", "none"], "--history 'none': expected one of whole, best_and_recent"),
+    (["--resume", "yes"], "--resume 'yes': expected one of auto, never"),
+    (["--dtype", "int3"], "--dtype 'int3'"),
+    (["--temperature", "-1"], "--temperature -1.0: expected at least 0"),
+    (["--judge_episodes", "1"], "--judge_episodes 1: expected an integer of at least 2"),
+    (["--env_options", "{{"], "is no JSON"),
+    (["--env_options", "[1]"], "expected a JSON object"),
+    (["--proposer", "endpoint"], "--proposer endpoint: needs --model_name"),
+    (["--proposer", "recorded"], "--proposer recorded: needs --answers"),
+    (["--proposer", "recorded", "--answers", "{tmp}/nowhere"], "{tmp}/nowhere: cannot be read"),
+    # The environment
+    (["--env_id", "FrozenLakee-v1"], "--env_id FrozenLakee-v1: "),
+    (["--env_id", "Blackjack-v1"], "--env_id Blackjack-v1: observations Tuple"),
+    (["--env_id", "CartPole-v1", "--optimum_hint", "exact"], "CartPole-v1 has no transition table"),
+    (["--env_id", "Acrobot-v1", "--describe_environment", "true"], "--description_file"),
+    (["--describe_environment", "true", "--description_file", "{tmp}/nowhere"], "--description_file {tmp}/nowhere"),
+    # The context
+    ([*LOCAL], "exceeds the model's context of 512"),
+    ([*LOCAL, "--env_id", "Taxi-v4"], "--env_id Taxi-v4: 500 parameters a policy make prompts of up to "),
+    ([*ENDPOINT, "--env_id", "Taxi-v4", "--context_tokens", "4096"], "exceeds the model's context of 4096"),
+    ([*ENDPOINT, "--history", "whole", "--iterations", "4000", "--context_tokens", "9999"], "of 9999"),
+    # The model
+    (["--proposer", "local", "--model_name_or_path", "{tmp}/nowhere"], "{tmp}/nowhere: no such folder"),
+    # The key does not belong here
+    (["--api_key", KEY], "--api_key"),
+    (["--proposer", "endpoint", "--model_name", "m", "--base_url", "http://u:p@h/v1"], "holds a user, password"),
+    # The output folder
+    (["--output_dir", "{tmp}/other"], "holds a run with other settings (episodes, iterations,"),
+    (["--output_dir", "{tmp}/other", "--resume", "never"], "--output_dir {tmp}/other: holds a run; choose another"),
+    (["--output_dir", "{tmp}/file"], "--output_dir {tmp}/file: is a file"),
+    (["--output_dir", "/proc/no"], "--output_dir /proc/no: cannot be written"),
+    (["--output_dir", "{tmp}/damaged"], "answers.jsonl: line 1 is no record"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("more", "message"), BAD_INPUT, ids=[" ".join(more)[:80] for more, _ in BAD_INPUT])
+def test_bad_input_is_one_line_and_writes_nothing(more, message, places, tmp_path, monkeypatch, capsys):
+    if "http://127.0.0.1:9/v1" in more or "http://u:p@h/v1" in more:
+        pytest.importorskip("openai", reason="requirements-endpoint.txt")
+
+    def files():
+        return {path: path.stat().st_mtime_ns for folder in (places, tmp_path) for path in folder.rglob("*")}
+
+    before = files()
+    more = [text.format(tmp=places) for text in more]
+    monkeypatch.setattr(sys, "argv", ["search_policy.py", *small_run(tmp_path / "out", *more)])
+    with pytest.raises(SystemExit) as leaving:
+        run_script(main)
+    assert leaving.value.code == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert len(lines) == 1
+    assert message.format(tmp=places) in lines[0]
+    assert files() == before
+
+
+def test_a_bad_value_in_a_config_is_named(places, capsys):
+    with pytest.raises(SystemExit):
+        run_script(lambda: main(["--config", str(places / "bad_value.yaml")]))
+    assert "many" in capsys.readouterr().err
+
+
+def test_settings_survive_the_resolved_config(tmp_path):
+    flags = [
+        "--optimum_hint",
+        "0.5",
+        "--history_best",
+        "3",
+        "--env_options",
+        '{"map_name": "8x8"}',
+        "--context_tokens",
+        "9",
+    ]
+    first = parse_arguments([*flags, "--proposer", "random"])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(search_policy.resolved_config(*first[:2])))
+    again = parse_arguments(["--config", str(tmp_path / "config.yaml")])
+    assert first[:2] == again[:2]
