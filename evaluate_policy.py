@@ -42,11 +42,11 @@ from llm_policy.policy_table import (
     score_policy,
     uniform_policy,
 )
+from llm_policy.run_files import RUN_FILE
 from prompts import check_prompt
 
 BASELINES = ("random", "constant:ACTION", "expert", "q-learning", "shortest-path")
 Q_LEARNING_RUNS, Q_LEARNING_STEPS = 5, 100_000
-RUN_FILE = "run.json"  # what train_script.py leaves beside the adapter
 
 
 @dataclass

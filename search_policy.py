@@ -25,7 +25,6 @@ import torch
 import yaml
 from rich.console import Console
 from rich.table import Table
-from trl import TrlParser
 
 from llm_policy.errors import InputError, run_script
 from llm_policy.mdp import optimal_policy, optimal_return, policy_return
@@ -50,8 +49,16 @@ from llm_policy.proposers import (
     RandomProposer,
     RecordedProposer,
 )
+from llm_policy.run_files import (
+    CONFIG_FILE,
+    EVALUATION_FILE,
+    EXIT_INTERRUPTED,
+    parse_config,
+    resolved_config,
+    write_run_files,
+    write_whole,
+)
 from llm_policy.search_prompts import ANSWER_PREFIX, environment_description
-from train_script import CONFIG_FILE, EVALUATION_FILE, EXIT_INTERRUPTED, resolved_config, write_run_files, write_whole
 
 LOG_FILE, RESULT_FILE, CURVE_FILE = "answers.jsonl", "result.txt", "curve.png"
 RESUMES = ("auto", "never")
@@ -159,34 +166,10 @@ class ScriptArguments:
             self.output_dir = f"runs/search/{self.env_id.replace('/', '-')}-{self.proposer}"
 
 
-def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, SearchSettings, str | None]:
+def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, SearchSettings, str]:
     """Command line and YAML (--config) -> the two argument groups and the config's path. One-line `InputError`s."""
-    argv = list(argv)
-    for i, argument in enumerate(argv):
-        if argument.startswith("--config="):
-            argv[i : i + 1] = argument.split("=", 1)
-    config = None
-    if "--config" in argv:
-        index = argv.index("--config") + 1
-        if index == len(argv):
-            raise InputError("--config: expected the path of a YAML file after it")
-        config = argv[index]
-
-    class Parser(TrlParser):
-        def error(self, message: str):
-            raise InputError(f"{message}; see python search_policy.py --help")
-
-    try:
-        script, settings = Parser((ScriptArguments, SearchSettings)).parse_args_and_config(argv)
-    except FileNotFoundError as error:
-        raise InputError(f"--config {config}: no such file; configs/ holds the ones that come with this") from error
-    except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
-        message = " ".join(str(error).split()).replace(
-            "Some specified arguments are not used by the HfArgumentParser", "unknown"
-        )
-        where = f"{config} and the command line: " if config else ""
-        raise InputError(f"{where}{message}; see python search_policy.py --help") from error
-    return script, settings, config
+    groups, config = parse_config(argv, (ScriptArguments, SearchSettings))
+    return *groups, config
 
 
 def check_output_dir(script: ScriptArguments, settings: SearchSettings) -> bool:
@@ -495,7 +478,7 @@ def packages_used(script: ScriptArguments) -> dict[str, str]:
     return {name: version(name) for name in names}
 
 
-def run_search(script: ScriptArguments, settings: SearchSettings, config: str | None) -> None:
+def run_search(script: ScriptArguments, settings: SearchSettings, config: str) -> None:
     began = time.perf_counter()
     task = make_task(script.env_id, script.options, script.horizon_steps)
     optimum = optimum_hint(task, settings)

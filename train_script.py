@@ -13,29 +13,23 @@ checkpoint was written: the same command with --resume_from_checkpoint auto goes
 """
 
 import json
-import platform
-import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, field, fields
-from enum import Enum
-from importlib.metadata import version
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
-import yaml
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
-from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantization_config
+from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 
-from evaluate_policy import RUN_FILE, evaluate_policies, model_policies, print_table, save_evaluation
+from evaluate_policy import evaluate_policies, model_policies, print_table, save_evaluation
 from llm_policy.checkpoints import COMPLETE_MARK, latest_checkpoint, remove_incomplete
 from llm_policy.diagnostics import STOP_CONDITIONS, MetricsFile, PolicyDiagnostics, policy_verdict
 from llm_policy.errors import EXIT_INPUT_ERROR, InputError, run_script
@@ -45,16 +39,22 @@ from llm_policy.grpo import OBJECTIVES, PolicyTrainer
 from llm_policy.linter import lint
 from llm_policy.models import ROOT, load_model, load_tokenizer
 from llm_policy.policy_table import PolicyReader
+from llm_policy.run_files import (
+    CONFIG_FILE,
+    EVALUATION_FILE,
+    EXIT_INTERRUPTED,
+    RUN_FILE,
+    parse_config,
+    write_run_files,
+    write_whole,
+)
 from llm_policy.warm_start import join_adapters, sampled_format_validity, teach_format
 from prompts import OBSERVATIONS, Messages, fit_to_template, format_example, policy_messages
 from rewards import REWARD_SHAPES, AdvantageReward, reward_functions
 
-EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 WARM_STARTS = ("auto", "always", "never")
 CHECKS = ("stop", "warn", "only")
-CONFIG_FILE = "resolved_config.yaml"
 WARM_START_FOLDER, GRPO_FOLDER = "warm_start", "grpo"  # the two adapters that are joined in the end
-EVALUATION_FILE = "evaluation.json"
 REWARDS = tuple(reward.__name__ for reward in reward_functions(AdvantageReward()))
 TRL_CHOICES = {
     "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
@@ -159,51 +159,8 @@ def default_config() -> Path:
 
 def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, ModelConfig, str]:
     """Command line and YAML -> the three argument groups and the config's path. One-line `InputError`s."""
-    argv = list(argv)
-    for i, argument in enumerate(argv):
-        if argument.startswith("--config="):
-            argv[i : i + 1] = argument.split("=", 1)
-    if "--config" not in argv:
-        argv = ["--config", str(default_config()), *argv]
-    index = argv.index("--config") + 1
-    if index == len(argv):
-        raise InputError("--config: expected the path of a YAML file after it")
-    config = argv[index]
-
-    class Parser(TrlParser):
-        def error(self, message: str):
-            raise InputError(f"{message}; see python train_script.py --help")
-
-    try:
-        script, training, model = Parser((ScriptArguments, GRPOConfig, ModelConfig)).parse_args_and_config(argv)
-    except FileNotFoundError as error:
-        raise InputError(f"--config {config}: no such file; configs/ holds the ones that come with this") from error
-    except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
-        message = " ".join(str(error).split()).replace(
-            "Some specified arguments are not used by the HfArgumentParser", "unknown"
-        )
-        raise InputError(f"{config} and the command line: {message}; see python train_script.py --help") from error
-    return script, training, model, config
-
-
-def resolved_config(*groups) -> dict:
-    """Every argument that differs from its dataclass default, in a form that --config reads back."""
-    values: dict = {}
-    for group in groups:
-        derived = {"generation_batch_size"} if isinstance(group, GRPOConfig) else set()
-        for f in fields(group):
-            default = f.default_factory() if f.default_factory is not MISSING else f.default
-            value = getattr(group, f.name)
-            value = value.value if isinstance(value, Enum) else value
-            if f.init and f.name not in derived and value != default and _is_plain(value):
-                values[f.name] = value
-    return values
-
-
-def _is_plain(value) -> bool:
-    if isinstance(value, list | dict):
-        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, bool | int | float | str)
+    groups, config = parse_config(argv, (ScriptArguments, GRPOConfig, ModelConfig), default_config())
+    return *groups, config
 
 
 def check_arguments(training: GRPOConfig, model: ModelConfig) -> None:
@@ -259,39 +216,6 @@ def has_ended(checkpoint: Path, max_steps: int) -> bool:
     diagnostics = state.stateful_callbacks.get(PolicyDiagnostics.__name__, {"attributes": {}})
     last_step = max_steps if max_steps > 0 else state.max_steps
     return state.global_step >= last_step or diagnostics["attributes"].get("has_stopped", False)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file of which no half is ever seen, whenever we are killed."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    partial.replace(path)
-
-
-def write_run_files(output_dir: Path, groups: tuple, config: str, seed: int, settings: dict) -> None:
-    """`resolved_config.yaml` (give it to --config to repeat the run) and `run.json` (seed, versions, commit, ...)."""
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / CONFIG_FILE).write_text(yaml.safe_dump(resolved_config(*groups), sort_keys=False))
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip()
-        packages = ("torch", "transformers", "trl", "peft", "datasets", "gymnasium", "numpy", "pandas")
-        run = {
-            "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
-            "config": Path(config).name,
-            "seed": seed,
-            "commit": commit or "unknown",
-            "python": platform.python_version(),
-            "versions": {name: version(name) for name in packages},
-            "device": torch.cuda.get_device_name()
-            if torch.cuda.is_available()
-            else f"{torch.get_num_threads()} CPU threads",
-            **settings,
-        }
-        (output_dir / RUN_FILE).write_text(json.dumps(run, indent=1) + "\n")
-    except OSError as error:
-        raise InputError(f"--output_dir {output_dir}: cannot be written ({error})") from error
 
 
 class StopOnSignal(TrainerCallback):

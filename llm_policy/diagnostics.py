@@ -15,6 +15,7 @@ from llm_policy.frozen_lake import ACTIONS, Grid, acting_states, default_horizon
 from llm_policy.mdp import optimal_actions, optimal_q
 from llm_policy.plots import policy_figure
 from llm_policy.policy_table import AGREEMENT_GAMMA, PolicyReader, PolicyScore, score_policy
+from llm_policy.run_files import write_whole
 
 STOP_CONDITIONS = ("optimal", "collapsed", "never")
 COLLAPSE_STEPS = 5  # so many steps in a row without a single group that has variance
@@ -182,9 +183,7 @@ class MetricsFile(TrainerCallback):
             kept = [line for line in self.path.read_text().splitlines() if self._step(line) <= state.global_step]
         if kept:
             self.seconds_before = json.loads(kept[-1])["seconds"]
-        partial = self.path.with_suffix(".partial")
-        partial.write_text("".join(f"{line}\n" for line in kept))
-        partial.replace(self.path)
+        write_whole(self.path, "".join(f"{line}\n" for line in kept))
 
     @staticmethod
     def _step(line: str) -> float:

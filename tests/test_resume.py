@@ -27,7 +27,7 @@ import llm_policy.diagnostics
 import train_script
 from llm_policy.errors import EXIT_INPUT_ERROR, run_script
 from llm_policy.models import ROOT
-from train_script import EXIT_INTERRUPTED
+from llm_policy.run_files import EXIT_INTERRUPTED
 
 KILLED = -signal.SIGKILL
 TIMEOUT_SECONDS = 120

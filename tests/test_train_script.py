@@ -20,7 +20,8 @@ import evaluate_policy
 from llm_policy.errors import run_script
 from llm_policy.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
 from llm_policy.models import ROOT, load_model, load_tokenizer
-from train_script import GRPO_FOLDER, WARM_START_FOLDER, main, parse_arguments, resolved_config
+from llm_policy.run_files import resolved_config
+from train_script import GRPO_FOLDER, WARM_START_FOLDER, main, parse_arguments
 
 LAPTOP = str(ROOT / "configs/laptop.yaml")
 CSV = ROOT / "expert_demos_batched_avg_q.csv"

@@ -1,0 +1,111 @@
+"""What every script does with its arguments and its folder: command line + YAML, resolved configuration, run.json."""
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from enum import Enum
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import yaml
+from trl import TrlParser
+
+from llm_policy.errors import InputError
+from llm_policy.models import ROOT
+
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
+CONFIG_FILE, RUN_FILE, EVALUATION_FILE = "resolved_config.yaml", "run.json", "evaluation.json"
+DERIVED = {"generation_batch_size"}  # fields that a dataclass computes from others and does not take back
+PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "gymnasium", "numpy", "pandas")
+
+
+def parse_config(argv: Sequence[str], groups: Sequence[type], default: Path | None = None) -> tuple[list, str]:
+    """Command line and YAML file -> one instance of each dataclass in `groups`, and the file's path ("" for none).
+
+    Flags win over the file. `default` is taken where no --config is named. `InputError`, one line, for unknown flags,
+    unusable values and a file that is none.
+    """
+    argv = list(argv)
+    script = Path(sys.argv[0]).name
+    for i, argument in enumerate(argv):
+        if argument.startswith("--config="):
+            argv[i : i + 1] = argument.split("=", 1)
+    if "--config" not in argv and default is not None:
+        argv = ["--config", str(default), *argv]
+    config = ""
+    if "--config" in argv:
+        index = argv.index("--config") + 1
+        if index == len(argv):
+            raise InputError("--config: expected the path of a YAML file after it")
+        config = argv[index]
+
+    class Parser(TrlParser):
+        def error(self, message: str):
+            raise InputError(f"{message}; see python {script} --help")
+
+    try:
+        return list(Parser(tuple(groups)).parse_args_and_config(argv)), config
+    except FileNotFoundError as error:
+        raise InputError(f"--config {config}: no such file; configs/ holds the ones that come with this") from error
+    except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
+        message = " ".join(str(error).split()).replace(
+            "Some specified arguments are not used by the HfArgumentParser", "unknown"
+        )
+        where = f"{config} and the command line: " if config else ""
+        raise InputError(f"{where}{message}; see python {script} --help") from error
+
+
+def resolved_config(*groups) -> dict:
+    """Every argument that differs from its dataclass default, in a form that --config reads back."""
+    values: dict = {}
+    for group in groups:
+        for f in fields(group):
+            default = f.default_factory() if f.default_factory is not MISSING else f.default
+            value = getattr(group, f.name)
+            value = value.value if isinstance(value, Enum) else value
+            if f.init and f.name not in DERIVED and value != default and _is_plain(value):
+                values[f.name] = value
+    return values
+
+
+def _is_plain(value) -> bool:
+    if isinstance(value, list | dict):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, bool | int | float | str)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of which no half is ever seen, whenever we are killed."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def write_run_files(output_dir: Path, groups: Sequence, config: str, seed: int, settings: dict) -> None:
+    """`resolved_config.yaml` (give it to --config to repeat the run) and `run.json` (seed, versions, commit, ...)."""
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / CONFIG_FILE).write_text(yaml.safe_dump(resolved_config(*groups), sort_keys=False))
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
+        run = {
+            "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+            "config": Path(config).name,
+            "seed": seed,
+            "commit": commit or "unknown",
+            "python": platform.python_version(),
+            "versions": {name: version(name) for name in PACKAGES},
+            "device": torch.cuda.get_device_name()
+            if torch.cuda.is_available()
+            else f"{torch.get_num_threads()} CPU threads",
+            **settings,
+        }
+        (output_dir / RUN_FILE).write_text(json.dumps(run, indent=1) + "\n")
+    except OSError as error:
+        raise InputError(f"--output_dir {output_dir}: cannot be written ({error})") from error
