@@ -30,6 +30,7 @@ def seeds_of(folder: Path) -> list[dict]:
             evaluation = json.loads((seed / "evaluation.json").read_text())
             found.append(
                 {
+                    "seed": seed.name.removeprefix("seed-"),
                     "is_slippery": evaluation["is_slippery"],
                     "policies": {policy["policy"]: policy for policy in evaluation["policies"]},
                     "metrics": [json.loads(line) for line in (seed / "metrics.jsonl").read_text().splitlines()],
@@ -149,9 +150,9 @@ def write_curves(results: dict[str, list[dict]], path: Path) -> None:
     """Exact success of the greedy policy against minutes of GRPO, one line a seed."""
     curves, lines = {}, {}
     for name in CURVES:
-        for i, seed in enumerate(results.get(name, []), start=1):
+        for seed in results.get(name, []):
             points = [m for m in seed["metrics"] if m.get("policy/success_probability") is not None]
-            curves[f"{name.replace('_', ' ')}, seed {i}"] = (
+            curves[f"{name.replace('_', ' ')}, seed {seed['seed']}"] = (
                 [m["seconds"] / 60 for m in points],
                 [m["policy/success_probability"] for m in points],
             )
