@@ -19,6 +19,7 @@ def write_seed(folder, success: float, is_slippery: bool = True) -> None:
         policy("optimal", 0.8235, 11),
         policy("uniform random", 0.0139, 0),
         policy("trained, greedy", success, 9),
+        policy("trained, sampled", success / 2, 9),
     ]
     (folder / "evaluation.json").write_text(json.dumps({"is_slippery": is_slippery, "policies": policies}))
     steps = [{"step": 1, "seconds": 30.0}, {"step": 2, "seconds": 60.0, "policy/success_probability": success}]
@@ -63,6 +64,24 @@ def test_speed_table(results):
     }
     (results / "step_time/one.json").write_text(json.dumps(content))
     assert "**stock / packed: 5.00** (4.00 to 6.00 in 2 rounds), 2 CPU threads" in report.speed_table()
+
+
+def test_search_table(results):
+    for seed, value in ((1, 0.3), (2, 0.1)):
+        folder = results / f"props_frozen_lake/seed-{seed}"
+        folder.mkdir(parents=True)
+        rows = [{"policy": "optimal", "value": 0.7402, "episodes": None}]
+        rows += [{"policy": name, "value": value, "episodes": 400} for name in ("random search", "ProPS, model")]
+        content = {"env_id": "FrozenLake-v1", "searched": "ProPS, model", "policies": rows, "published": {"PPO": ".16"}}
+        (folder / "evaluation.json").write_text(json.dumps(content))
+        (folder / "minutes.txt").write_text("2.50\n")
+    lines = report.search_table(report.training_results()).splitlines()
+    assert "props_frozen_lake" not in report.training_results()
+    assert [line.split("|")[2].strip() for line in lines[2:]] == [
+        "optimal", "random search", "ProPS, model", "GRPO, objective expected", "*PPO, published*",
+    ]  # fmt: skip
+    assert "| 2 | **0.2000** (0.3000, 0.1000) | 400, 400 | 2.5, 2.5 |" in lines[4]
+    assert "**0.3000** (0.4000, 0.2000)" in lines[5]  # within the limit, greedy
 
 
 def test_curves_are_drawn(results):
