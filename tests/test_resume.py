@@ -41,7 +41,7 @@ SETTINGS = {
     # Each batch of completions serves two steps
     "reused": ("--max_steps", 4, "--save_steps", 2, "--num_iterations", 2, "--evaluate_steps", 0),
     # Stops by itself at step 2: `pretend_optimal` says that it is there
-    "stopped": ("--max_steps", 6, "--save_steps", 1, "--evaluate_steps", 2, "--stop_when", "optimal"),
+    "stopped": ("--max_steps", 6, "--save_steps", 1, "--evaluate_steps", 1, "--stop_when", "optimal"),
     # TRL's own pass with a reference model and a rate that falls
     "stock": (
         *("--max_steps", 2, "--save_steps", 1, "--objective", "grpo", "--packed", "false", "--beta", 0.1),
