@@ -122,7 +122,8 @@ def search_table(trained: dict[str, list[dict]]) -> str:
                 f"| none: the expert's Q | {minutes} | [canonical_slippery](results/canonical_slippery) |"
             )
         for name, value in seeds[0]["published"].items():
-            lines.append(f"| {env_id} | *{name}, published* | 10 | *{value}* | 8,000 | | GPT-4o, arXiv 2511.21928 |")
+            who = "GPT-4o, " if name.startswith("ProPS") else ""
+            lines.append(f"| {env_id} | *{name}, published* | 10 | *{value}* | 8,000 | | {who}arXiv 2511.21928 |")
     return "\n".join(lines)
 
 
