@@ -81,7 +81,8 @@ def training_table(results: dict[str, list[dict]]) -> str:
 
 def _values(rows: list[dict], key: str) -> str:
     values = [row[key] for row in rows]
-    return f"**{np.mean(values):.4f}** ({', '.join(f'{v:.4f}' for v in values)})"
+    decimals = 4 if max(map(abs, values)) < 10 else 1  # probabilities, or returns of long episodes
+    return f"**{np.mean(values):.{decimals}f}** ({', '.join(f'{v:.{decimals}f}' for v in values)})"
 
 
 def searches_of(folder: Path) -> list[dict]:
