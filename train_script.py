@@ -355,10 +355,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{hardware}: {config} with {model_config.model_name_or_path}, seed {training.seed}", flush=True)
     check_arguments(training, model_config)
     output_dir = Path(training.output_dir)
-    if training.resume_from_checkpoint == "auto" and (output_dir / EVALUATION_FILE).exists():
+    trains = script.check != "only"
+    if trains and training.resume_from_checkpoint == "auto" and (output_dir / EVALUATION_FILE).exists():
         print(f"{output_dir} holds a finished run:\n{(output_dir / 'result.txt').read_text()}", end="")
         return 0
-    resume = prepare_output_dir(output_dir, training.resume_from_checkpoint)
+    resume = prepare_output_dir(output_dir, training.resume_from_checkpoint) if trains else None
     table = read_expert_csv(script.expert_csv)
     grids = judged_grids(table, script)
     print(f"{script.expert_csv}: {table['count'].sum()} rows, {len(table)} states, {table['grid'].nunique()} maps")
@@ -400,7 +401,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     limits = (context_tokens, training.max_completion_length)
     is_clean = check_data(table, prompts, grids, script, scale, tokenizer, *limits)
-    if script.check == "only":
+    if not trains:
         print("no errors" if is_clean else "errors: see above")
         return 0 if is_clean else EXIT_INPUT_ERROR
     dataset = build_dataset(table, prompts, training)

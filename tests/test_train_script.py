@@ -313,6 +313,7 @@ def test_check_only_trains_nothing(more, code, words, places, tmp_path, capsys):
     assert main(small_run(places / "model", out, "--check", "only", *more)) == code
     assert words in capsys.readouterr().out
     assert not out.exists()
+    assert main(small_run(places / "model", places / "other", "--check", "only", *more)) == code  # another run's folder
 
 
 def test_many_maps_judged_on_new_ones(taught, tmp_path, capsys):
