@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import HfArgumentParser, PreTrainedModel, set_seed
 
-from llm_policy.errors import InputError, run_script
+from llm_policy.errors import InputError, check_at_least, run_script
 from llm_policy.expert_q import learn_q
 from llm_policy.frozen_lake import (
     ACTIONS,
@@ -252,11 +252,7 @@ class EvaluationArguments:
     output_dir: str | None = field(default=None, metadata={"help": "Where evaluation.json and policy.png go."})
 
     def __post_init__(self) -> None:
-        for name, least in (("samples_per_state", 0), ("episodes", 1), ("max_completion_length", 1)):
-            if getattr(self, name) < least:
-                raise InputError(f"--{name} {getattr(self, name)}: expected at least {least}")
-        if self.horizon_steps is not None and self.horizon_steps < 1:
-            raise InputError(f"--horizon_steps {self.horizon_steps}: expected at least 1")
+        check_at_least(self, {"samples_per_state": 0, "episodes": 1, "max_completion_length": 1, "horizon_steps": 1})
 
 
 class Parser(HfArgumentParser):

@@ -26,7 +26,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from llm_policy.errors import InputError, run_script
+from llm_policy.errors import InputError, check_at_least, check_choices, run_script
 from llm_policy.mdp import optimal_policy, optimal_return, policy_return
 from llm_policy.models import DTYPES, EMBEDDED_MODEL, ROOT, load_model, load_tokenizer
 from llm_policy.plots import curves_figure
@@ -139,9 +139,7 @@ class ScriptArguments:
                 f'--env_options {self.env_options!r}: expected a JSON object such as {{"map_name": "8x8"}}'
             )
         choices = {"proposer": PROPOSERS, "dtype": DTYPES, "resume": RESUMES}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise InputError(f"--{name} {getattr(self, name)!r}: expected one of {', '.join(allowed)}")
+        check_choices(self, choices)
         least = {
             "horizon_steps": 1,
             "endpoint_retries": 0,
@@ -149,10 +147,7 @@ class ScriptArguments:
             "max_completion_tokens": 1,
             "judge_episodes": 2,
         }
-        for name, value in least.items():
-            given = getattr(self, name)
-            if given is not None and (not isinstance(given, int) or given < value):
-                raise InputError(f"--{name} {given!r}: expected an integer of at least {value}")
+        check_at_least(self, least)
         if self.proposer == "local" and self.constrained and not self.answer_prefix:
             raise InputError("--constrained true: needs an --answer_prefix")
         if self.temperature < 0:

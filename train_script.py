@@ -32,7 +32,7 @@ from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_confi
 from evaluate_policy import evaluate_policies, model_policies, print_table, save_evaluation
 from llm_policy.checkpoints import COMPLETE_MARK, latest_checkpoint, remove_incomplete
 from llm_policy.diagnostics import STOP_CONDITIONS, MetricsFile, PolicyDiagnostics, policy_verdict
-from llm_policy.errors import EXIT_INPUT_ERROR, InputError, run_script
+from llm_policy.errors import EXIT_INPUT_ERROR, InputError, check_at_least, check_choices, run_script
 from llm_policy.expert_q import read_expert_csv
 from llm_policy.frozen_lake import ACTIONS, Grid, random_grids, shortest_path_policy
 from llm_policy.grpo import OBJECTIVES, PolicyTrainer
@@ -131,9 +131,7 @@ class ScriptArguments:
             "stop_when": STOP_CONDITIONS,
             "check": CHECKS,
         }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise InputError(f"--{name} {getattr(self, name)!r}: expected one of {', '.join(allowed)}")
+        check_choices(self, choices)
         if self.objective == "expected" and not self.packed:
             raise InputError("--objective expected: needs --packed true; TRL's own pass knows --objective grpo only")
         least = {
@@ -145,9 +143,7 @@ class ScriptArguments:
             "test_map_seed": 0,
             "samples_per_state": 0,
         }
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise InputError(f"--{name} {getattr(self, name)}: expected at least {value}")
+        check_at_least(self, least)
 
 
 # Arguments -------------------------------------------------------------------------------------------------------
@@ -165,9 +161,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
 
 def check_arguments(training: GRPOConfig, model: ModelConfig) -> None:
     """Conditions that TRL leaves to a crash in the first step, or does not check."""
-    for name, allowed in TRL_CHOICES.items():
-        if getattr(training, name) not in allowed:
-            raise InputError(f"--{name} {getattr(training, name)!r}: expected one of {', '.join(allowed)}")
+    check_choices(training, TRL_CHOICES)
     if not model.use_peft:
         raise InputError("--use_peft false: what is trained and saved here is a LoRA adapter; set use_peft to true")
     if training.reward_weights is not None and len(training.reward_weights) != len(REWARDS):

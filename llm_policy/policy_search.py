@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from llm_policy.errors import InputError
+from llm_policy.errors import InputError, check_at_least, check_choices
 from llm_policy.policy_parameters import AnswerError, Parameters, PolicySpace, Task, roll_out
 from llm_policy.search_prompts import HISTORY, corrected_messages, search_messages, tried_text
 from prompts import Messages
@@ -55,8 +55,7 @@ class SearchSettings:
 
     def __post_init__(self) -> None:
         self.optimum_hint = str(self.optimum_hint)  # in YAML it may be a number
-        if self.history not in HISTORY:
-            raise InputError(f"--history {self.history!r}: expected one of {', '.join(HISTORY)}")
+        check_choices(self, {"history": HISTORY})
         if self.optimum_hint not in OPTIMUM_HINTS and not _is_number(self.optimum_hint):
             raise InputError(f"--optimum_hint {self.optimum_hint!r}: expected {', '.join(OPTIMUM_HINTS)} or a number")
         least = {
@@ -68,10 +67,7 @@ class SearchSettings:
             "history_recent": 0,
             "seed": 0,
         }
-        for name, value in least.items():
-            given = getattr(self, name)
-            if not isinstance(given, int) or given < value:
-                raise InputError(f"--{name} {given!r}: expected an integer of at least {value}")
+        check_at_least(self, least)
 
 
 def _is_number(text: str) -> bool:

@@ -84,7 +84,8 @@ class LocalProposer:
         is_one_line: a line break ends the answer.
         space: constrained decoding: at each token the model chooses among those that can still become parameters of
             this space, so that every answer is one. Needs an `answer_prefix`. Unconstrained, the embedded model
-            miscounts: not one of its answers had 16 values. None: it writes what it wants, and the parser judges.
+            miscounts: in 4 answers out of 4 there were not 16 values. None: it writes what it wants, and the parser
+            judges.
     """
 
     def __init__(

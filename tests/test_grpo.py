@@ -323,6 +323,18 @@ def test_sampling_equals_trls_where_one_token_is_left(architecture, merged, tmp_
     assert own.model.training == stock.model.training
 
 
+def test_without_room_for_the_copy_the_adapter_decodes(tmp_path, monkeypatch, capsys):
+    own, crowded = (sampling_trainer(PolicyTrainer, "llama", tmp_path) for _ in range(2))
+    expected, _ = own._generate_single_turn(prompts_of(own), None, {}, 1)
+    assert own._merged_copy is not None
+    monkeypatch.setattr(MergedCopy, "has_room", lambda model: False)
+    for _ in range(2):
+        found, _ = crowded._generate_single_turn(prompts_of(crowded), None, {}, 1)
+        assert found == expected
+    assert crowded._merged_copy is None
+    assert capsys.readouterr().out.count("no GPU memory for merged weights") == 1
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
 def test_the_merged_copy_is_the_model_and_follows_its_adapter(architecture):
     model = add_random_adapter(random_policy(architecture)).eval()
