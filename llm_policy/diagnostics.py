@@ -17,7 +17,7 @@ from llm_policy.plots import policy_figure
 from llm_policy.policy_table import AGREEMENT_GAMMA, PolicyReader, PolicyScore, score_policy
 from llm_policy.run_files import write_whole
 
-STOP_CONDITIONS = ("optimal", "collapsed", "never")
+STOP_CONDITIONS = ("optimal", "collapsed", "either", "never")
 COLLAPSE_STEPS = 5  # so many steps in a row without a single group that has variance
 STEADY_EVALUATIONS = 2  # so many in a row at the optimum: a state that is right by a hair is wrong after rounding
 
@@ -106,9 +106,9 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
             scores = self.evaluate(state.global_step)
             is_optimal = min(s.percent_of_optimal for s in scores) >= 99.95
             self.optimal_evaluations = self.optimal_evaluations + 1 if is_optimal else 0
-            if self.stop_when == "optimal" and self.optimal_evaluations >= STEADY_EVALUATIONS:
+            if self.stop_when in ("optimal", "either") and self.optimal_evaluations >= STEADY_EVALUATIONS:
                 self.has_stopped = True
-        if self.stop_when == "collapsed" and collapsed:
+        if self.stop_when in ("collapsed", "either") and collapsed:
             self.has_stopped = True
         control.should_training_stop |= self.has_stopped
 

@@ -97,6 +97,7 @@ COLLAPSES = [
     ([1.0] * 20, "never", None, "since step 1"),
     ([1.0] * 20, "optimal", None, "since step 1"),
     ([0.5] * 20, "collapsed", None, "partly learned"),
+    ([1.0] * 20, "either", 1 + COLLAPSE_STEPS, "since step 1"),
     # One group with variance starts the count again
     ([1.0, 1.0, 1.0, 0.9] * 5, "collapsed", None, "partly learned"),
     ([0.5, 1.0, 0.9] + [1.0] * 20, "collapsed", 4 + COLLAPSE_STEPS, "since step 4"),

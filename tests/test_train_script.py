@@ -348,7 +348,7 @@ BAD_INPUT = [
     (["--objective", "ppo"], "--objective 'ppo': expected one of expected, grpo"),
     (["--observation", "pixels"], "--observation 'pixels': expected one of grid, coordinates, neighbours"),
     (["--warm_start", "sometimes"], "--warm_start 'sometimes': expected one of auto, always, never"),
-    (["--stop_when", "bored"], "--stop_when 'bored': expected one of optimal, collapsed, never"),
+    (["--stop_when", "bored"], "--stop_when 'bored': expected one of optimal, collapsed, either, never"),
     (["--check", "maybe"], "--check 'maybe': expected one of stop, warn, only"),
     (["--test_maps", "-1"], "--test_maps -1: expected an integer of at least 0"),
     (["--warm_start_steps", "0"], "--warm_start_steps 0: expected an integer of at least 1"),
