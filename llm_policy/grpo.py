@@ -150,11 +150,8 @@ class PolicyTrainer(GRPOTrainer):
         lengths_B = attention_mask[:, -logits_to_keep:].sum(1).tolist()
         skipped_B = [False] * len(lengths_B) if self._skipped_B is None else self._skipped_B.tolist()
         # Without advantage a completion is computed as far as its answer, for what could stand there, or not at all.
-        answer_of = {branch.completion: branch.start for branch in self._branches}
-        scored = [i for i, length in enumerate(lengths_B) if length > 0 and (i in answer_of or not skipped_B[i])]
-        for i in scored:
-            if skipped_B[i]:
-                lengths_B[i] = answer_of[i] + 1
+        branched = {branch.completion for branch in self._branches}
+        scored = [i for i, length in enumerate(lengths_B) if length > 0 and (i in branched or not skipped_B[i])]
         log_probabilities_BT = torch.zeros(input_ids[:, -logits_to_keep:].shape, device=input_ids.device)
         entropies_BT = torch.zeros_like(log_probabilities_BT)
         if not scored:  # nothing to learn from: a differentiable zero, and an entropy that the log leaves out

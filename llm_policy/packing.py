@@ -1,24 +1,31 @@
-"""Many completions of one prompt in one row: the prompt is computed once, each completion sees it and itself only.
+"""All completions of one prompt in one row, a tree of tokens: what they have in common is computed once.
 
-A row holds the prompt without its last token, then one segment per completion. A segment starts with the prompt's last
-token and stops before the completion's last token, so that position t of a segment predicts token t of its completion:
+Two tokens of a row are one where all before them is equal, too: a prompt stands once before all its completions, and
+completions that begin alike (after the warm start they all do) part where they differ. A token sees itself and what
+leads to it, and predicts whatever comes next in each completion that runs through it:
 
-    prompt    p0 p1 p2 p3                       positions 0 1 2 3
-    segment 1             p4 a0 a1              positions 4 5 6      predicts a0 a1 a2
-    segment 2                      p4 b0        positions 4 5        predicts b0 b1
+    prompt p0 p1 p2, completions a b c, a b d and e f
 
-What all prompts begin with (chat template, rules of the game) is computed once for all rows and stands before them as
-a key-value cache, through which the gradient flows: of 116 prompt tokens of the 4x4 lake 88 are the same everywhere.
+    row       p0 p1 p2 a  b  e
+    follows   -  p0 p1 p2 a  p2
+    position  0  1  2  3  4  3
+    predicts        a  b  c  f
+                    e     d
 
-A branch is a segment that leaves a completion on the way ("what if the answer had been UP?"): it sees the prompt and
-the completion up to where it branches. Log-probabilities, entropies and gradients equal those of one row per completion
-(tests/test_packing.py, and `check_against_stock` on the real model before training).
+The last token of a completion predicts nothing and is not there. What all prompts begin with (chat template, rules of
+the game) is computed once for all rows and stands before them as a key-value cache, through which the gradient flows:
+of 116 prompt tokens of the 4x4 lake 88 are the same everywhere.
+
+A branch ("what if the answer had been UP?") is one more path through the tree. Log-probabilities, entropies and
+gradients equal those of one row per completion (tests/test_packing.py, and `check_against_stock` on the real model
+before training).
 """
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
@@ -73,48 +80,34 @@ def pack_groups(
         completions: token ids of each completion (B lists, at least one token each).
         branches: alternatives to score; their tokens come after the completions' in `predictor_N`.
         share_prefix: whether what all prompts begin with is taken out of the rows.
-        silent: completions (by number) that are computed for their branches' sake and not scored themselves.
+        silent: completions (by number) that are not scored; only what their branches need of them is computed.
     """
     shared = len(common_prefix([prompt[:-1] for prompt in prompts])) if share_prefix else 0
-    row_of_prompt: dict[tuple[int, ...], int] = {}
-    rows: list[_Row] = []
-    completion_segments: list[tuple[int, int, int]] = []  # row, first position in the row, segment number
-    for prompt, completion in zip(prompts, completions, strict=True):
-        key = tuple(prompt)
-        if key not in row_of_prompt:
-            row_of_prompt[key] = len(rows)
-            rows.append(_Row(key[shared:-1], shared))
-        row = row_of_prompt[key]
-        tokens = [key[-1], *completion[:-1]]
-        completion_segments.append((row, *rows[row].append(tokens, len(key) - 1, parent=0, branch_position=len(key))))
-
     scored = [() if i in silent else completion for i, completion in enumerate(completions)]
-    predictors = [(row, start + t) for (row, start, _), c in zip(completion_segments, scored, strict=True)
-                  for t in range(len(c))]  # fmt: skip
-    labels = [token for completion in scored for token in completion]
-    for branch in branches:
-        row, start, segment = completion_segments[branch.completion]
-        position = len(prompts[branch.completion]) - 1 + branch.start
-        predictors.append((row, start + branch.start))  # the first token is predicted where the completion stands
-        labels.extend(branch.token_ids)
-        if len(branch.token_ids) > 1:
-            first, _ = rows[row].append(branch.token_ids[:-1], position + 1, segment, branch_position=position + 1)
-            predictors.extend((row, first + t) for t in range(len(branch.token_ids) - 1))
+    # (completion, its tokens before the scored ones, scored tokens)
+    paths = [(i, (), completion) for i, completion in enumerate(scored)]
+    paths += [(b.completion, completions[b.completion][: b.start], b.token_ids) for b in branches]
+    rows: dict[tuple[int, ...], _TokenTree] = {}
+    predictors: list[tuple[_TokenTree, int]] = []
+    labels: list[int] = []
+    for i, kept, tokens in paths:
+        if tokens:
+            row = rows.setdefault(tuple(prompts[i]), _TokenTree(len(rows)))
+            nodes = row.add([*prompts[i][shared:], *kept, *tokens[:-1]])
+            predictors.extend((row, node) for node in nodes[-len(tokens) :])
+            labels.extend(tokens)
 
-    length = max(len(row.tokens) for row in rows)
-    columns = torch.tensor([row.padded(length, pad_token_id) for row in rows], device=device)  # P, 5, L
-    tokens_PL, positions_PL, segments_PL, parents_PL, branch_positions_PL = columns.unbind(1)
-    same_segment = segments_PL[:, :, None] == segments_PL[:, None, :]
-    in_parent = parents_PL[:, :, None] == segments_PL[:, None, :]
-    visible_PLL = same_segment & (positions_PL[:, None, :] <= positions_PL[:, :, None])
-    visible_PLL |= in_parent & (positions_PL[:, None, :] < branch_positions_PL[:, :, None])
-    visible_PLL |= (segments_PL[:, None, :] == 0) & (segments_PL[:, :, None] > 0)  # everyone sees the prompt
+    length = max(len(row.tokens) for row in rows.values())
+    tokens_PL, depths_PL, visible_PLL = (
+        torch.from_numpy(np.stack(arrays)).to(device)
+        for arrays in zip(*(row.padded(length, pad_token_id) for row in rows.values()), strict=True)
+    )
     return PackedGroups(
         prefix_ids_K=torch.tensor(prompts[0][:shared], dtype=torch.long, device=device),
         input_ids_PL=tokens_PL,
-        position_ids_PL=positions_PL,
+        position_ids_PL=depths_PL + shared,
         visible_PLM=torch.cat([visible_PLL.new_ones(*tokens_PL.shape, shared), visible_PLL], dim=2),
-        predictor_N=torch.tensor([row * length + column for row, column in predictors], device=device),
+        predictor_N=torch.tensor([row.number * length + node for row, node in predictors], device=device),
         labels_N=torch.tensor(labels, device=device),
         completion_lengths=[len(completion) for completion in scored],
         branch_lengths=[len(branch.token_ids) for branch in branches],
@@ -129,38 +122,40 @@ def common_prefix(sequences: Sequence[TokenIds]) -> TokenIds:
     return first[: next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
 
 
-class _Row:
-    """One packed row while it grows. Segment 0 is the prompt; padding has segment -1 and sees only itself."""
+class _TokenTree:
+    """One packed row while it grows: tokens in order of arrival, each behind the one that it follows."""
 
-    def __init__(self, prompt: TokenIds, position: int) -> None:
-        count = len(prompt)
-        self.tokens = list(prompt)
-        self.positions = list(range(position, position + count))
-        self.segments = [0] * count
-        self.parents = [0] * count
-        self.branch_positions = [0] * count
-        self.segment_count = 1
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.tokens: list[int] = []
+        self.depths: list[int] = []
+        self.followed: list[int] = []  # index of the token before; -1 at the beginning
+        self._index: dict[tuple[int, int], int] = {}  # (token before, token) -> index
 
-    def append(self, tokens: TokenIds, position: int, parent: int, branch_position: int) -> tuple[int, int]:
-        """Add a segment whose first token has `position`; returns its first column and its segment number."""
-        first, segment = len(self.tokens), self.segment_count
-        self.tokens.extend(tokens)
-        self.positions.extend(range(position, position + len(tokens)))
-        self.segments.extend([segment] * len(tokens))
-        self.parents.extend([parent] * len(tokens))
-        self.branch_positions.extend([branch_position] * len(tokens))
-        self.segment_count += 1
-        return first, segment
+    def add(self, tokens: Sequence[int]) -> list[int]:
+        """The indices of `tokens`, one after the other from the beginning; those not yet there are added."""
+        path, before = [], -1
+        for depth, token in enumerate(tokens):
+            here = self._index.setdefault((before, token), len(self.tokens))
+            if here == len(self.tokens):
+                self.tokens.append(token)
+                self.depths.append(depth)
+                self.followed.append(before)
+            path.append(here)
+            before = here
+        return path
 
-    def padded(self, length: int, pad_token_id: int) -> list[list[int]]:
-        missing = length - len(self.tokens)
-        return [
-            self.tokens + [pad_token_id] * missing,
-            self.positions + list(range(missing)),
-            self.segments + [-1] * missing,
-            self.parents + [-2] * missing,
-            self.branch_positions + [0] * missing,
-        ]
+    def padded(self, length: int, pad_token_id: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens (L,), depths (L,) and what each sees (L, L): itself and all before it. Padding sees itself."""
+        count = len(self.tokens)
+        tokens_L = np.full(length, pad_token_id)
+        depths_L = np.arange(length)
+        visible_LL = np.eye(length, dtype=bool)
+        tokens_L[:count], depths_L[:count] = self.tokens, self.depths
+        for here, before in enumerate(self.followed):
+            if before >= 0:
+                visible_LL[here, :here] = visible_LL[before, :here]
+        return tokens_L, depths_L, visible_LL
 
 
 def attention_mask(model: PreTrainedModel, packed: PackedGroups) -> torch.Tensor | dict[str, torch.Tensor]:

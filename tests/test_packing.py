@@ -28,6 +28,13 @@ CASES = {
         [Branch(0, 4, (12,)), Branch(1, 0, (13, 14)), Branch(2, 4, tuple(SHORT))],
         3,
     ),
+    # completions that are equal, begin alike, or end where another goes on; a branch off what they share
+    "completions that begin alike": (
+        [LONG] * 4 + [SHORT],
+        [ANSWERS[0], ANSWERS[0], ANSWERS[0][:5] + ANSWERS[2], ANSWERS[0][:3], ANSWERS[0]],
+        [Branch(1, 4, (12,)), Branch(2, 4, (12, 13)), Branch(2, 7, (14, 15)), Branch(4, 4, (12, 13))],
+        2,
+    ),
     # one other token at the beginning, in the middle and at the end
     "branches of one token": (
         [LONG] * 2,
@@ -84,7 +91,7 @@ def test_packed_scores_equal_plain_ones(architecture, case, temperature):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
-@pytest.mark.parametrize("case", ["long branches", "shared prefix"])
+@pytest.mark.parametrize("case", ["long branches", "shared prefix", "completions that begin alike"])
 def test_gradients_flow_through_what_is_shared_as_through_plain_rows(architecture, case):
     prompts, completions, branches, _ = CASES[case]
     model = random_policy(architecture)
@@ -141,7 +148,7 @@ def test_the_sliding_window_is_part_of_the_mask():
     assert largest_difference(model, packed, expected) > 1e-3
 
 
-@pytest.mark.parametrize("case", ["ragged prompts", "long branches", "shared prefix"])
+@pytest.mark.parametrize("case", ["ragged prompts", "long branches", "shared prefix", "completions that begin alike"])
 @torch.no_grad()
 def test_an_architecture_in_which_every_layer_slides(case):
     prompts, completions, branches, _ = CASES[case]
@@ -168,25 +175,39 @@ def test_eager_attention_takes_the_mask_in_its_own_form(architecture):
 
 
 def test_the_row_of_the_docstring():
-    packed = pack_groups([[1, 2, 3, 4, 5]] * 2, [[6, 7, 8], [6, 9]])
-    assert packed.input_ids_PL.tolist() == [[1, 2, 3, 4, 5, 6, 7, 5, 6]]
-    assert packed.position_ids_PL.tolist() == [[0, 1, 2, 3, 4, 5, 6, 4, 5]]
-    assert packed.predictor_N.tolist() == [4, 5, 6, 7, 8]
-    assert packed.labels_N.tolist() == [6, 7, 8, 6, 9]
-    assert packed.visible_PLM[0].int().tolist()[4:] == [
-        [1, 1, 1, 1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 1, 1, 1, 0, 0],
-        [1, 1, 1, 1, 0, 0, 0, 1, 0],  # the second completion does not see the first
-        [1, 1, 1, 1, 0, 0, 0, 1, 1],
+    packed = pack_groups([[1, 2, 3]] * 3, [[4, 5, 6], [4, 5, 7], [8, 9]])
+    assert packed.input_ids_PL.tolist() == [[1, 2, 3, 4, 5, 8]]
+    assert packed.position_ids_PL.tolist() == [[0, 1, 2, 3, 4, 3]]
+    assert packed.predictor_N.tolist() == [2, 3, 4, 2, 3, 4, 2, 5]
+    assert packed.labels_N.tolist() == [4, 5, 6, 4, 5, 7, 8, 9]
+    assert packed.visible_PLM[0].int().tolist() == [
+        [1, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 1, 0],
+        [1, 1, 1, 0, 0, 1],  # the third completion does not see the others
     ]
 
 
-def test_equal_prompts_share_their_computation():
+def test_equal_beginnings_are_computed_once():
     apart = pack_groups([token_ids(100, seed=i) for i in range(8)], [token_ids(10)] * 8)
-    together = pack_groups([token_ids(100)] * 8, [token_ids(10)] * 8)
+    together = pack_groups([token_ids(100)] * 8, [token_ids(10, seed=i) for i in range(8)])
+    alike = pack_groups([token_ids(100)] * 8, [[*token_ids(9), i, *token_ids(3)] for i in range(8)])
     assert apart.input_ids_PL.numel() == 8 * 109
-    assert together.input_ids_PL.numel() == 99 + 8 * 10
+    assert together.input_ids_PL.numel() == 100 + 8 * 9
+    assert alike.input_ids_PL.numel() == 109 + 8 * 3
+
+
+def test_silent_completions_are_computed_for_their_branches_only():
+    prompts, completions = [SHORT, LONG, SHORT], ANSWERS[:3]
+    packed = pack_groups(prompts, completions, [Branch(0, 4, (12, 13))], silent={0, 1})
+    assert packed.input_ids_PL.shape == (1, 7 + 4 + 1 + 4)  # the prompt of the second is in no row
+    model = random_policy("llama")
+    found = packed_scores(model, packed)
+    assert [len(scores) for scores in found] == [0, 0, 5, 2]
+    expected = expected_scores(model, prompts, completions, [Branch(0, 4, (12, 13))])
+    torch.testing.assert_close(found[2:], expected[2:], **ROUNDING)
 
 
 def test_what_all_prompts_begin_with_is_computed_once():
