@@ -492,7 +492,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = f"warm start {warm_start['steps']} steps, GRPO {trainer.state.global_step}"
     trained_row = next(row for row in evaluated if row.name == "trained, greedy")  # of the adapter that was saved
     in_words = policy_verdict(trained_row.tables, grids, trained_row.scores)
-    verdict = f"verdict: {diagnostics.with_collapse(in_words)} ({steps})"
+    verdict = f"verdict: {diagnostics.with_collapse(in_words, trainer.state.global_step)} ({steps})"
     print(verdict)
     print(f"saved {output_dir}: adapter, {RUN_FILE}, {CONFIG_FILE}, metrics.jsonl, {EVALUATION_FILE}, policy.png")
     (output_dir / "result.txt").write_text(f"{summary}{verdict}\n")

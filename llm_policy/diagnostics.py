@@ -100,7 +100,6 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
             self.unanimous_since = None
         elif self.unanimous_since is None:
             self.unanimous_since = state.global_step
-        collapsed = self.unanimous_since is not None and state.global_step - self.unanimous_since >= COLLAPSE_STEPS
         due = self.evaluate_steps and state.global_step % self.evaluate_steps == 0
         if due or state.global_step == state.max_steps:
             scores = self.evaluate(state.global_step)
@@ -108,7 +107,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
             self.optimal_evaluations = self.optimal_evaluations + 1 if is_optimal else 0
             if self.stop_when in ("optimal", "either") and self.optimal_evaluations >= STEADY_EVALUATIONS:
                 self.has_stopped = True
-        if self.stop_when in ("collapsed", "either") and collapsed:
+        if self.stop_when in ("collapsed", "either") and self.has_collapsed(state.global_step):
             self.has_stopped = True
         control.should_training_stop |= self.has_stopped
 
@@ -123,7 +122,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
             for grid, table in zip(self.grids, policies.tables, strict=True)
         ]
         verdict = policy_verdict(policies.tables, self.grids, scores)
-        print(f"step {step}: {self.with_collapse(verdict)}", flush=True)
+        print(f"step {step}: {self.with_collapse(verdict, step)}", flush=True)
         self.evaluation_seconds += time.perf_counter() - started
         values = {
             "policy/success_probability": np.mean([s.success_probability for s in scores]),
@@ -144,12 +143,15 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
             writer.add_figure("policy", figure, step)
         return scores
 
-    def with_collapse(self, verdict: str) -> str:
+    def has_collapsed(self, step: int) -> bool:
+        return self.unanimous_since is not None and step - self.unanimous_since >= COLLAPSE_STEPS
+
+    def with_collapse(self, verdict: str, step: int) -> str:
         """`verdict` and, where it holds, since when no group has had any variance.
 
         Groups that agree on the optimal action are what learning ends in, no collapse.
         """
-        if self.unanimous_since is None or verdict.startswith("learned"):
+        if not self.has_collapsed(step) or verdict.startswith("learned"):
             return verdict
         return f"{verdict}; collapsed: 100 % unanimous groups since step {self.unanimous_since}"
 

@@ -86,9 +86,9 @@ def stopped_at(unanimous_shares: list[float], stop_when: str) -> tuple[int | Non
         control = SimpleNamespace(should_training_stop=False)
         diagnostics.on_step_end(None, SimpleNamespace(global_step=step, max_steps=1000), control)
         if control.should_training_stop:
-            return step, diagnostics.with_collapse("partly learned")
+            return step, diagnostics.with_collapse("partly learned", step)
     assert trainer._metrics["train"]["reward/random"] == [0.7] * len(unanimous_shares)
-    return None, diagnostics.with_collapse("partly learned")
+    return None, diagnostics.with_collapse("partly learned", len(unanimous_shares))
 
 
 COLLAPSES = [
@@ -97,6 +97,8 @@ COLLAPSES = [
     ([1.0] * 20, "never", None, "since step 1"),
     ([1.0] * 20, "optimal", None, "since step 1"),
     ([0.5] * 20, "collapsed", None, "partly learned"),
+    # As long as it has not lasted it is no collapse, and is not called one
+    ([0.5] * 15 + [1.0] * COLLAPSE_STEPS, "collapsed", None, "partly learned"),
     ([1.0] * 20, "either", 1 + COLLAPSE_STEPS, "since step 1"),
     # One group with variance starts the count again
     ([1.0, 1.0, 1.0, 0.9] * 5, "collapsed", None, "partly learned"),
@@ -109,12 +111,13 @@ def test_collapse(shares, stop_when, step, words):
     stopped, verdict = stopped_at(shares, stop_when)
     assert stopped == step
     assert words in verdict
+    assert ("collapsed" in verdict) == ("since" in words)
 
 
 def test_a_learned_policy_agrees_and_has_not_collapsed():
     diagnostics = PolicyDiagnostics(None, None, [GRID], 0, "never", {})
     diagnostics.unanimous_since = 3
-    assert diagnostics.with_collapse("learned: 11/11") == "learned: 11/11"
+    assert diagnostics.with_collapse("learned: 11/11", 20) == "learned: 11/11"
 
 
 @pytest.mark.parametrize(
