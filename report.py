@@ -7,6 +7,7 @@ python report.py --check    # exit code 1 where the README is not what results/ 
 import argparse
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -19,6 +20,9 @@ RESULTS = ROOT / "results"
 MARKERS = "<!-- {name}: written by report.py -->", "<!-- end of {name} -->"
 BASELINES = ("optimal", "uniform random", "best constant action")
 ABLATION = "ablation_"  # folders of runs that change one thing
+# What they start from: a result, and the configuration that their command names (None: the default)
+ABLATED = {"canonical_slippery": None, "original_reproduced": "configs/laptop_original.yaml"}
+SAME_IN_ABLATIONS = ("--max_steps", "--stop_when", "--samples_per_state")
 CURVES = ("canonical_slippery", "original_reproduced")  # what the figure shows
 
 
@@ -32,6 +36,7 @@ def seeds_of(folder: Path) -> list[dict]:
                 {
                     "seed": seed.name.removeprefix("seed-"),
                     "is_slippery": evaluation["is_slippery"],
+                    "command": shlex.split((folder / "command.txt").read_text()),
                     "policies": {policy["policy"]: policy for policy in evaluation["policies"]},
                     "metrics": [json.loads(line) for line in (seed / "metrics.jsonl").read_text().splitlines()],
                     "verdict": (seed / "result.txt").read_text().strip().splitlines()[-1].removeprefix("verdict: "),
@@ -77,6 +82,45 @@ def training_table(results: dict[str, list[dict]]) -> str:
                     f"| {row['optimal_states']:.0f} of {row['acting_states']:.0f} | | |"
                 )
     return "\n".join(lines)
+
+
+def ablation_table(results: dict[str, list[dict]]) -> str:
+    """What one change does, from this repository's configuration and from the original's: one value a seed."""
+    lines = [
+        "| change | success, no step limit | optimal states | first at the optimum, step | steps | worst seed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for base, config in ABLATED.items():
+        rows = {f"*{base}, unchanged*": results[base]} if base in results else {}
+        for name, seeds in results.items():
+            if name.startswith(ABLATION) and _config(seeds[0]["command"]) == config:
+                rows[f"[`{_change(seeds[0]['command'])}`](results/{name})"] = seeds
+        for label, seeds in rows.items():
+            trained = [s["policies"]["trained, greedy"] for s in seeds]
+            states = ", ".join(f"{t['optimal_states']:.0f}" for t in trained)
+            first = ", ".join(str(_first_optimum(s["metrics"])) for s in seeds)
+            steps = ", ".join(str(s["metrics"][-1]["step"]) for s in seeds)
+            worst = min(seeds, key=lambda s: s["policies"]["trained, greedy"]["success_probability"])
+            lines.append(
+                f"| {label} | {_values(trained, 'success_probability')} "
+                f"| {states} of {trained[0]['acting_states']:.0f} | {first} | {steps} | {worst['verdict']} |"
+            )
+    return "\n".join(lines)
+
+
+def _config(command: list[str]) -> str | None:
+    return command[command.index("--config") + 1] if "--config" in command else None
+
+
+def _change(command: list[str]) -> str:
+    """The flags behind `--`, without those that all ablations share."""
+    flags = command[command.index("--") + 1 :]
+    kept = [f for i, f in enumerate(flags) if f not in SAME_IN_ABLATIONS and flags[i - 1] not in SAME_IN_ABLATIONS]
+    return shlex.join(kept)
+
+
+def _first_optimum(metrics: list[dict]) -> int | str:
+    return next((m["step"] for m in metrics if m.get("policy/percent_of_optimal", 0) >= 99.95), "never")
 
 
 def _values(rows: list[dict], key: str) -> str:
@@ -190,7 +234,7 @@ def main() -> int:
     reported = {name: seeds for name, seeds in results.items() if name not in ablations}
     sections = {"results": training_table(reported), "speed": speed_table(), "search": search_table(results)}
     if ablations:
-        sections["ablations"] = training_table(ablations)
+        sections["ablations"] = ablation_table(results)
     readme = ROOT / "README.md"
     text = new = readme.read_text()
     for name, table in sections.items():

@@ -26,6 +26,8 @@ def write_seed(folder, success: float, is_slippery: bool = True) -> None:
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
     (folder / "result.txt").write_text(f"a table\nverdict: says {success}\n")
     (folder / "minutes.txt").write_text("4.25\n")
+    if not (folder.parent / "command.txt").exists():
+        (folder.parent / "command.txt").write_text(f"python results/run.py --name {folder.parent.name}\n")
 
 
 @pytest.fixture
@@ -50,6 +52,22 @@ def test_training_table(results):
     assert names == [
         "optimal, slippery", "uniform random, slippery", "optimal, not slippery", "uniform random, not slippery",
     ]  # fmt: skip
+
+
+def test_ablation_table(results):
+    for name, options in (("kl", ""), ("prompt", "--config configs/laptop_original.yaml ")):
+        folder = results / f"ablation_{name}"
+        folder.mkdir()
+        flags = f"-- --max_steps 40 --{name} 1 --stop_when either --beta 2"
+        (folder / "command.txt").write_text(f"python results/run.py --name ablation_{name} {options}{flags}\n")
+        write_seed(folder / "seed-1", 0.3)
+    metrics = results / "canonical_slippery/seed-1/metrics.jsonl"
+    metrics.write_text(metrics.read_text() + json.dumps({"step": 5, "policy/percent_of_optimal": 100.0}) + "\n")
+    assert report.ablation_table(report.training_results()).splitlines()[2:] == [
+        "| *canonical_slippery, unchanged* | **0.6000** (0.8000, 0.4000) | 9, 9 of 11 | 5, never | 5, 2 | says 0.4 |",
+        "| [`--kl 1 --beta 2`](results/ablation_kl) | **0.3000** (0.3000) | 9 of 11 | never | 2 | says 0.3 |",
+        "| [`--prompt 1 --beta 2`](results/ablation_prompt) | **0.3000** (0.3000) | 9 of 11 | never | 2 | says 0.3 |",
+    ]
 
 
 def test_speed_table(results):
