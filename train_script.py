@@ -435,6 +435,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action_names=ACTIONS,
         action_rewards=lambda rows: (1.0 + scale.of_actions([row["q_values"] for row in rows])) / 2,
         action_entropy_coef=script.action_entropy_coef,
+        guesses=lambda rows: [reader.guess(tuple(row["map"].split("|")), row["state"]) for row in rows],
     )
     first_cell, last_cell = [(table["grid"][row], table["state"][row]) for row in (0, len(table) - 1)]
     examples = [tokenizer.encode(format_example(*first_cell, a), add_special_tokens=False) for a in range(len(ACTIONS))]

@@ -61,6 +61,7 @@ class PolicyTrainer(GRPOTrainer):
         action_names: Sequence[str] = (),
         action_rewards: Callable[[list[dict]], "torch.Tensor"] | None = None,
         action_entropy_coef: float = 0.0,
+        guesses: Callable[[list[dict]], list[list[int]]] | None = None,
         **kwargs,
     ) -> None:
         """See `GRPOTrainer` for the rest.
@@ -69,6 +70,7 @@ class PolicyTrainer(GRPOTrainer):
             action_names: what may stand in the answer, in the order of `action_rewards`' columns.
             action_rewards: dataset rows -> (rows, actions) tensor: reward of a well-formed completion per action.
             action_entropy_coef: weight of the entropy (nats) of pi in the expected objective.
+            guesses: dataset rows -> token ids of a likely completion of each (llm_policy/sampling.py).
         """
         if objective not in OBJECTIVES:
             raise InputError(f"--objective {objective!r}: expected one of {', '.join(OBJECTIVES)}")
@@ -79,6 +81,8 @@ class PolicyTrainer(GRPOTrainer):
         self.packed = packed
         self.action_rewards = action_rewards
         self.action_entropy_coef = action_entropy_coef
+        self.guesses = guesses
+        self._guessed_B: list[list[int]] | None = None  # for the rows that are being sampled
         self.action_token_ids = action_token_ids(self._tokenizer, action_names) if objective == "expected" else []
         self._merged = merged_sampling and MergedCopy.is_possible(self.model)
         self._merged_copy: MergedCopy | None = None
@@ -114,9 +118,10 @@ class PolicyTrainer(GRPOTrainer):
         own_path = self.packed and not (self.use_vllm or self.use_transformers_continuous_batching or images)
         if not own_path:
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **kwargs)
+        guessed = self._guessed_B and self._guessed_B[::num_generations]
         unique = prompt_ids[::num_generations]  # the sampler repeats each row num_generations times in a run
         if [p for p in unique for _ in range(num_generations)] != list(prompt_ids):
-            unique, num_generations = prompt_ids, 1  # groups split over processes
+            unique, num_generations, guessed = prompt_ids, 1, self._guessed_B  # groups split over processes
         model = self.accelerator.unwrap_model(self.model)
         if self._merged and self._merged_copy is None:
             self._merged = MergedCopy.has_room(model)
@@ -127,9 +132,11 @@ class PolicyTrainer(GRPOTrainer):
         if self._merged_copy is not None:
             model = self._merged_copy.refreshed()
         with self.accelerator.autocast():
-            return sample_completions(model, unique, self.generation_config, num_generations), None
+            sampled = sample_completions(model, unique, self.generation_config, num_generations, guesses=guessed)
+        return sampled, None
 
     def _generate_and_score_completions(self, inputs):
+        self._guessed_B = self.guesses and self.guesses(inputs)
         output = super()._generate_and_score_completions(inputs)
         if self.objective == "expected":
             output["action_rewards"] = torch.as_tensor(

@@ -14,7 +14,7 @@ from llm_policy.completions import parse_completion
 from llm_policy.frozen_lake import ACTIONS, Grid, acting_states, lake_mdp
 from llm_policy.mdp import MDP, optimal_actions, optimal_q, optimal_return, policy_return
 from llm_policy.sampling import sample_completions
-from prompts import fit_to_template, policy_messages, prompt_token_ids
+from prompts import fit_to_template, format_example, policy_messages, prompt_token_ids
 
 AGREEMENT_GAMMA = 0.99  # without a discount a detour costs nothing and many actions tie with the best
 
@@ -111,8 +111,13 @@ class PolicyReader:
         messages = policy_messages(grid, state, self.is_slippery, self.observation)
         return prompt_token_ids(fit_to_template(messages, self.tokenizer), self.tokenizer)
 
-    def completions(self, model: PreTrainedModel, prompts: Sequence[list[int]], samples: int) -> list[str]:
-        """Texts of `samples` sampled completions per prompt, or of the greedy one where `samples` is 0."""
+    def guess(self, grid: Grid, state: int) -> list[int]:
+        """Token ids of what the warm start teaches as a reply; which action it names does not matter here."""
+        reply = self.tokenizer.encode(format_example(grid, state, 0), add_special_tokens=False)
+        return [*reply, self.tokenizer.eos_token_id]
+
+    def completions(self, model: PreTrainedModel, cells: Sequence[tuple[Grid, int]], samples: int) -> list[str]:
+        """Texts of `samples` sampled completions per (map, state), or of the greedy one where `samples` is 0."""
         ends = model.generation_config.eos_token_id
         ends = [ends] if isinstance(ends, int) else list(ends or [])
         config = GenerationConfig(
@@ -124,7 +129,14 @@ class PolicyReader:
             eos_token_id=sorted({*ends, self.tokenizer.eos_token_id}),
             disable_compile=True,
         )
-        token_ids = sample_completions(model, prompts, config, max(samples, 1), self.rows_per_batch)
+        token_ids = sample_completions(
+            model,
+            [self.prompt(*cell) for cell in cells],
+            config,
+            max(samples, 1),
+            self.rows_per_batch,
+            guesses=[self.guess(*cell) for cell in cells],
+        )
         return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
 
     def policies(self, model: PreTrainedModel, grids: Sequence[Grid], samples: int = 0) -> "ModelPolicies":
@@ -137,7 +149,7 @@ class PolicyReader:
         there were stands in the format validity, which every score shows beside it.
         """
         cells = [(m, state) for m, grid in enumerate(grids) for state in acting_states(grid)]
-        texts = self.completions(model, [self.prompt(grids[m], state) for m, state in cells], samples)
+        texts = self.completions(model, [(grids[m], state) for m, state in cells], samples)
         per_state = max(samples, 1)
         tables = [uniform_policy(len(grid) * len(grid[0])) for grid in grids]
         well_formed = 0

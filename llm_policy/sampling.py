@@ -1,17 +1,27 @@
 """Sampling with each prompt computed once: prefill the unique prompts, fan the cache out to the group, decode.
 
 What all prompts begin with is prefilled once for all of them. Everything after the prefill is `generate` of
-transformers, so that every sampling option keeps its meaning.
+transformers, so that every sampling option keeps its meaning; or, where the caller has a guess at the completions
+(after the warm start all but the action is known), one pass that scores the whole guess in place of one a token.
 """
 
 from collections.abc import Callable, Sequence
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from llm_policy.packing import common_prefix
 
 TokenIds = Sequence[int]
+
+# Values of the sampling options that leave the logits as they are; and options that do not touch them.
+NEUTRAL = {"top_k": (None, 0), "top_p": (None, 1.0), "min_p": (None, 0.0), "repetition_penalty": (None, 1.0)}
+NOT_SAMPLING = {
+    "max_new_tokens", "do_sample", "temperature", "pad_token_id", "bos_token_id", "eos_token_id", "disable_compile",
+    "transformers_version",
+}  # fmt: skip
+LOGITS_PER_PASS = 2**28  # at most so many at the same time (0.5 GB in bfloat16)
 
 
 @torch.no_grad()
@@ -22,6 +32,7 @@ def sample_completions(
     completions_per_prompt: int = 1,
     rows_per_batch: int = 256,
     allowed_tokens: Callable[[int, torch.Tensor], list[int]] | None = None,
+    guesses: Sequence[TokenIds] | None = None,
 ) -> list[list[int]]:
     """Sample (or decode greedily) `completions_per_prompt` continuations of every prompt.
 
@@ -31,6 +42,9 @@ def sample_completions(
             ships with (Qwen2.5: repetition penalty 1.1, top_p 0.8) fills nothing in: training and evaluation agree.
         rows_per_batch: completions decoded at the same time, a bound on memory.
         allowed_tokens: `prefix_allowed_tokens_fn` of `generate`: (row, token ids so far) -> tokens that may come next.
+        guesses: what the completion of each prompt may be, with its end token (P lists). Right or wrong, they change
+            what is computed and not what is sampled: see `_sample_along`. Not used where an option besides the
+            temperature shapes the distribution, nor with caches that cannot forget (sliding windows, recurrent states).
 
     Returns:
         P * completions_per_prompt lists of token ids, prompt by prompt, each up to and with its end token.
@@ -44,7 +58,10 @@ def sample_completions(
     try:
         for first in range(0, len(prompts), prompts_per_batch):
             batch = prompts[first : first + prompts_per_batch]
-            completions.extend(_sample_batch(model, batch, generation_config, completions_per_prompt, allowed_tokens))
+            guessed = guesses and guesses[first : first + prompts_per_batch]
+            completions.extend(
+                _sample_batch(model, batch, generation_config, completions_per_prompt, allowed_tokens, guessed)
+            )
     finally:
         model.generation_config = shipped
         model.train(was_training)
@@ -57,6 +74,7 @@ def _sample_batch(
     generation_config: GenerationConfig,
     group: int,
     allowed_tokens: Callable[[int, torch.Tensor], list[int]] | None,
+    guesses: Sequence[TokenIds] | None,
 ) -> list[list[int]]:
     config = model.config.get_text_config()
     # Padding stands behind the shared prefix, which a sliding window, counting places, would take for tokens.
@@ -83,6 +101,9 @@ def _sample_batch(
         past_key_values=cache,
         use_cache=True,
     )
+    forgets = all(type(layer) is DynamicLayer for layer in cache.layers)
+    if guesses and forgets and allowed_tokens is None and _temperature_alone(generation_config):
+        return _sample_along(guesses, model, cache, ids_PL, mask_PL, positions_PL[:, -1], group, generation_config)
     cache.batch_repeat_interleave(group)
     output = model.generate(
         input_ids=ids_PL.repeat_interleave(group, 0),
@@ -92,6 +113,104 @@ def _sample_batch(
         prefix_allowed_tokens_fn=allowed_tokens,
     )
     return [_up_to_end(row, generation_config.eos_token_id) for row in output[:, length:].tolist()]
+
+
+def _temperature_alone(config: GenerationConfig) -> bool:
+    """Whether nothing but the temperature stands between the logits and what is sampled."""
+    neutral = all(getattr(config, name) in values for name, values in NEUTRAL.items())
+    return neutral and set(config.to_diff_dict()) <= {*NEUTRAL, *NOT_SAMPLING}
+
+
+def _sample_along(
+    guesses: Sequence[TokenIds],
+    model: PreTrainedModel,
+    cache: DynamicCache,
+    ids_PL: torch.Tensor,
+    mask_PL: torch.Tensor,
+    positions_P: torch.Tensor,
+    group: int,
+    config: GenerationConfig,
+) -> list[list[int]]:
+    """Sample `group` completions of each prompt, several tokens a pass where guesses come true.
+
+    A pass gives the distribution behind every token of a guess. A completion takes its samples from them as long as
+    they are what was guessed; the first that is not ends its share of the pass, and is a sample like the others
+    (speculative sampling, Leviathan et al. 2023, arXiv 2211.17192, with a guess in place of a draft model). Completions
+    that are equal so far share a row. With guesses that fail this is decoding token by token.
+
+    Args:
+        cache: of all prompts without their last token.
+        positions_P: of those last tokens.
+    """
+    end = config.eos_token_id
+    ends = {end} if isinstance(end, int) else set(end)
+    completions: list[list[int]] = [[] for _ in range(len(ids_PL) * group)]
+    # One number a token, whichever pass it is sampled in: the guesses have no part in what comes out.
+    noise_RT = torch.rand(len(completions), config.max_new_tokens, device=ids_PL.device)
+    # One row for the completions of a prompt that are equal so far
+    rows = [list(range(first, first + group)) for first in range(0, len(completions), group)]
+    mask_CK, last_C, positions_C = mask_PL[:, :-1], ids_PL[:, -1], positions_P
+    reach = config.max_new_tokens  # guessed tokens in a pass
+    while rows:
+        reach = min(reach, LOGITS_PER_PASS // (len(rows) * model.config.get_text_config().vocab_size))
+        ahead = []
+        for members in rows:
+            done = len(completions[members[0]])
+            ahead.append(guesses[members[0] // group][done : min(done + reach, config.max_new_tokens - 1)])
+        length = 1 + max(map(len, ahead))
+        places_T = torch.arange(length, device=ids_PL.device)
+        guessed = [[*tokens, *[config.pad_token_id] * (length - 1 - len(tokens))] for tokens in ahead]
+        guessed_CT = torch.tensor(guessed, dtype=torch.long, device=ids_PL.device).view(len(rows), length - 1)
+        lengths_C = torch.tensor([1 + len(tokens) for tokens in ahead], device=ids_PL.device)
+        logits_CTV = model(
+            input_ids=torch.cat([last_C[:, None], guessed_CT], dim=1),
+            attention_mask=torch.cat([mask_CK, (places_T < lengths_C[:, None]).to(mask_CK.dtype)], dim=1),
+            position_ids=positions_C[:, None] + places_T,
+            past_key_values=cache,
+            use_cache=True,
+        ).logits
+
+        advances: list[int] = []  # sampled tokens of each completion
+        parted: dict[tuple[int, ...], list[int]] = {}  # (row, sampled tokens) -> completions that go on from there
+        going = [(row, member) for row, members in enumerate(rows) for member in members]
+        for t in range(length):
+            at_W = torch.tensor([(row, member, len(completions[member])) for row, member in going]).unbind(1)
+            tokens = _pick(logits_CTV[at_W[0], t], noise_RT[at_W[1], at_W[2]], config).tolist()
+            still = []
+            for (row, member), token in zip(going, tokens, strict=True):
+                completion = completions[member]
+                completion.append(token)
+                if token not in ends and len(completion) < config.max_new_tokens:
+                    if t < len(ahead[row]) and token == ahead[row][t]:
+                        still.append((row, member))
+                        continue
+                    parted.setdefault((row, *completion[-t - 1 :]), []).append(member)
+                advances.append(t + 1)
+            going = still
+            if not going:
+                break
+
+        reach = round(2 * (sum(advances) / len(advances) - 1))  # twice what came true: bad guesses soon cost nothing
+        rows = list(parted.values())
+        if rows:
+            parents_C = torch.tensor([row for row, *_ in parted], device=ids_PL.device)
+            advances_C = torch.tensor([len(key) - 1 for key in parted], device=ids_PL.device)
+            kept_CT = (places_T < advances_C[:, None]).to(mask_CK.dtype)
+            mask_CK = torch.cat([mask_CK[parents_C], kept_CT], dim=1)
+            last_C = torch.tensor([key[-1] for key in parted], device=ids_PL.device)
+            positions_C = positions_C[parents_C] + advances_C
+            cache.batch_select_indices(parents_C)
+    return completions
+
+
+def _pick(logits_WV: torch.Tensor, noise_W: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
+    """One token a row: the most probable, or the one in whose share of the cumulative distribution the noise falls."""
+    if not config.do_sample:
+        return logits_WV.argmax(1)
+    shares_WV = (logits_WV.float() / (config.temperature or 1.0)).softmax(1).cumsum(1)
+    return torch.searchsorted(shares_WV, noise_W[:, None] * shares_WV[:, -1:], right=True)[:, 0].clamp(
+        max=logits_WV.size(1) - 1
+    )
 
 
 def _up_to_end(token_ids: list[int], end_token_ids: int | list[int]) -> list[int]:

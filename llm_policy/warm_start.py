@@ -28,7 +28,7 @@ PROMPTS_PER_PASS = 3  # a bound on memory; two cores are as fast with 3 as with 
 def sampled_format_validity(model: PeftModel, reader: PolicyReader, cells: Sequence[tuple[Grid, int]]) -> float:
     """Share of `SAMPLED_PROMPTS` or more sampled completions (temperature 1) that are in form and name an action."""
     chosen = cells[:: max(1, len(cells) // SAMPLED_PROMPTS)][:SAMPLED_PROMPTS]
-    texts = reader.completions(model, [reader.prompt(*cell) for cell in chosen], -(-SAMPLED_PROMPTS // len(chosen)))
+    texts = reader.completions(model, chosen, -(-SAMPLED_PROMPTS // len(chosen)))
     parsed = [parse_completion(text) for text in texts]
     return sum(p.is_well_formed and p.action is not None for p in parsed) / len(parsed)
 

@@ -159,6 +159,6 @@ def test_a_real_model_is_asked_for_every_state(tiny):
     assert len(policies.texts) == 22
     np.testing.assert_allclose(policies.tables[0].sum(1), 1.0)
     # Greedy answers do not depend on how they are batched
-    prompts = [reader.prompt(GRID, state) for state in STATES]
+    cells = [(GRID, state) for state in STATES]
     together = PolicyReader(tokenizer, is_slippery=True, max_completion_tokens=4)
-    assert reader.completions(model, prompts, 0) == together.completions(model, prompts, 0)
+    assert reader.completions(model, cells, 0) == together.completions(model, cells, 0)

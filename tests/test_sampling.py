@@ -5,6 +5,7 @@ import torch
 from tiny_policies import ARCHITECTURE_NAMES, add_random_adapter, fill_adapter, plain_scores, random_policy, token_ids
 from transformers import GenerationConfig
 
+from llm_policy import sampling
 from llm_policy.sampling import sample_completions
 
 GROUP = 3
@@ -96,14 +97,16 @@ def test_each_prompt_is_prefilled_once():
     assert shapes == [(4, 39), (12, 1), (12, 1)]
 
 
+@pytest.mark.parametrize("guess", [None, (), (7,), (399, 3)])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @torch.no_grad()
-def test_first_tokens_follow_the_softmax(temperature):
+def test_first_tokens_follow_the_softmax(temperature, guess):
     """Chi-square; tokens that are expected fewer than five times share a cell."""
     model, samples = random_policy("llama"), 4000
     torch.manual_seed(0)
     config = generation(max_new_tokens=1, temperature=temperature)
-    drawn = sample_completions(model, PROMPTS[:2], config, samples, rows_per_batch=samples)
+    guesses = None if guess is None else [list(guess)] * 2
+    drawn = sample_completions(model, PROMPTS[:2], config, samples, rows_per_batch=samples, guesses=guesses)
     for i, prompt in enumerate(PROMPTS[:2]):
         probabilities_V = (model(torch.tensor([prompt])).logits[0, -1] / temperature).softmax(-1)
         tokens = torch.tensor(drawn[i * samples : (i + 1) * samples])[:, 0]
@@ -125,16 +128,119 @@ def test_first_tokens_follow_the_softmax(temperature):
         assert torch.special.gammaincc(freedom / 2, other / 2).item() < 1e-6
 
 
+@pytest.mark.parametrize(("architecture", "guess"), [("gemma3", None), ("llama", None), ("llama", 2), ("llama", 4)])
 @torch.no_grad()
-def test_later_tokens_follow_their_own_prefix():
+def test_later_tokens_follow_their_own_prefix(architecture, guess):
     """Mean log-probability of the samples against its exact expectation, minus the entropies: within 4 errors."""
-    model, samples = random_policy("gemma3"), 300
+    model, samples, config = random_policy(architecture), 300, generation(max_new_tokens=4)
     torch.manual_seed(0)
-    drawn = sample_completions(model, PROMPTS[1:2], generation(max_new_tokens=4), samples, rows_per_batch=samples)
+    guesses = guess and [generated_alone(model, PROMPTS[1], generation(**GREEDY))[:guess]]
+    drawn = sample_completions(model, PROMPTS[1:2], config, samples, rows_per_batch=samples, guesses=guesses)
     scores_ST2 = torch.stack([torch.stack(plain_scores(model, PROMPTS[1], c), dim=1) for c in drawn])
     surprise_ST = scores_ST2[..., 0] + scores_ST2[..., 1]  # log p + entropy: mean 0 at every position
     standard_errors_T = surprise_ST.std(0) / samples**0.5
     assert (surprise_ST.mean(0).abs() < 4 * standard_errors_T).all()
+
+
+# Guesses ------------------------------------------------------------------------------------------------------
+
+
+def guess_of(kind: str, right: list[int]) -> list[int]:
+    """A guess at the completion `right`: as it is, half of it, wrong in the middle, too long, wrong, none."""
+    kinds = {
+        "right": right,
+        "half": right[: len(right) // 2],
+        "wrong in the middle": [*right[:3], right[3] ^ 1, *right[4:]],
+        "wrong twice": [right[0] ^ 1, *right[1:5], right[5] ^ 1, *right[6:]],
+        "too long": [*right, *right],
+        "wrong": token_ids(len(right), seed=99),
+        "none": [],
+    }
+    return kinds[kind]
+
+
+KINDS = ("right", "half", "wrong in the middle", "wrong twice", "too long", "wrong", "none")
+
+
+def model_passes(model) -> list[tuple[int, ...]]:
+    """The shape of the input of each pass through the whole model from now on; a prefill runs the backbone alone."""
+    shapes = []
+    model.register_forward_hook(
+        lambda _module, _arguments, options, _output: shapes.append(tuple(options["input_ids"].shape)), with_kwargs=True
+    )
+    return shapes
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
+def test_greedy_is_greedy_whatever_is_guessed(architecture, kind):
+    model, config = random_policy(architecture), generation(**GREEDY)
+    prompts = [token_ids(20) + ending for ending in PROMPTS]
+    alone = [generated_alone(model, prompt, config) for prompt in prompts]
+    guesses = [guess_of(kind if i else "right", completion) for i, completion in enumerate(alone)]
+    found = sample_completions(model, prompts, config, GROUP, guesses=guesses)
+    assert found == [c for c in alone for _ in range(GROUP)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_guessed_has_no_part_in_what_is_sampled(kind):
+    model, config = random_policy("llama"), generation()
+
+    def draw(guesses):
+        torch.manual_seed(0)
+        return sample_completions(model, PROMPTS, config, GROUP, guesses=guesses)
+
+    expected = draw([[] for _ in PROMPTS])
+    assert len({tuple(completion) for completion in expected}) == len(PROMPTS) * GROUP
+    # The first of a group is guessed right; the others leave it where they differ from it.
+    assert draw([guess_of(kind, expected[i * GROUP]) for i in range(len(PROMPTS))]) == expected
+
+
+def test_right_guesses_take_one_pass_and_bad_ones_hardly_more_than_none():
+    model, config = random_policy("llama"), generation(**GREEDY)
+    alone = [generated_alone(model, prompt, config) for prompt in PROMPTS]
+    shapes = model_passes(model)
+    sample_completions(model, PROMPTS, config, GROUP, guesses=alone)
+    assert shapes == [(4, 8)]  # completions of a group that are equal so far share a row
+    shapes.clear()
+    sample_completions(model, PROMPTS, config, guesses=[guess_of("wrong", completion) for completion in alone])
+    assert shapes == [(4, 8)] + [(4, 1)] * 7
+    shapes.clear()
+    sample_completions(model, PROMPTS, config, guesses=[guess_of("wrong in the middle", c) for c in alone])
+    assert shapes == [(4, 8), (4, 4)]
+
+
+def test_a_guess_is_no_longer_than_memory_allows(monkeypatch):
+    model, config = random_policy("llama"), generation(**GREEDY)
+    alone = [generated_alone(model, prompt, config) for prompt in PROMPTS]
+    monkeypatch.setattr(sampling, "LOGITS_PER_PASS", 3 * 4 * model.config.vocab_size)
+    shapes = model_passes(model)
+    assert sample_completions(model, PROMPTS, config, guesses=alone) == alone
+    assert shapes == [(4, 4), (4, 4)]
+
+
+@pytest.mark.parametrize("kind", ["right", "too long", "wrong in the middle"])
+def test_an_end_token_ends_a_guessed_completion(kind):
+    model = random_policy("llama")
+    free = [generated_alone(model, prompt, generation(**GREEDY)) for prompt in PROMPTS]
+    config = generation(**GREEDY, eos_token_id=[free[0][2], free[1][0]])
+    expected = sample_completions(model, PROMPTS, config)
+    found = sample_completions(model, PROMPTS, config, guesses=[guess_of(kind, completion) for completion in free])
+    assert found == expected
+    assert [len(completion) for completion in found][:2] == [3, 1]
+
+
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"suppress_tokens": [5]}])
+def test_guesses_make_way_for_other_options(options):
+    model = random_policy("llama")
+
+    def draw(guesses):
+        torch.manual_seed(0)
+        return sample_completions(model, PROMPTS, generation(**options), GROUP, guesses=guesses)
+
+    shapes = model_passes(model)
+    assert draw([token_ids(8)] * len(PROMPTS)) == draw(None)
+    assert {length for _, length in shapes} == {1}
 
 
 # Options that make sampling deterministic, or forbid what plain sampling does.
