@@ -17,7 +17,7 @@ from tiny_policies import (
 from tokenizers import AddedToken
 from trl import GRPOConfig, GRPOTrainer
 
-from llm_policy import grpo, packing
+from llm_policy import grpo, packing, sampling
 from llm_policy.errors import InputError
 from llm_policy.frozen_lake import ACTIONS
 from llm_policy.grpo import EpochRepeatSampler, MergedCopy, PolicyTrainer, action_token_ids, find_answer
@@ -321,6 +321,35 @@ def test_sampling_equals_trls_where_one_token_is_left(architecture, merged, tmp_
         expected, _ = stock._generate_single_turn(prompts, None, {}, group)
         assert found == expected
     assert own.model.training == stock.model.training
+
+
+def test_each_prompt_is_sampled_along_the_guess_of_its_row(tmp_path, monkeypatch):
+    """Guesses that are right; then the same samples come of them as of none."""
+    guess_of_row = {}
+    options = {"top_k": 0, "trainer_options": {"guesses": lambda rows: [guess_of_row[row["row"]] for row in rows]}}
+    trainer = sampling_trainer(PolicyTrainer, "llama", tmp_path, **options)
+    prompts = prompts_of(trainer)
+    seen = []
+
+    def spying(model, prompts, *arguments, guesses):
+        seen.extend(zip(prompts, guesses, strict=True))
+        return sampling.sample_completions(model, prompts, *arguments, guesses=guesses)
+
+    monkeypatch.setattr(grpo, "sample_completions", spying)
+    order = [2, 0, 1]
+    batch = [trainer.train_dataset[row] for row in order for _ in range(GROUP)]
+
+    def sampled():
+        torch.manual_seed(0)
+        ids = trainer._generate_and_score_completions(batch)["completion_ids"]
+        return ids[::GROUP].tolist()
+
+    monkeypatch.setattr(trainer, "reward_funcs", [lambda prompts, **_: [float(i) for i in range(len(prompts))]])
+    guess_of_row.update({row: [] for row in order})
+    expected = sampled()
+    guess_of_row.update(zip(order, expected, strict=True))
+    assert sampled() == expected
+    assert seen == [(prompts[row], []) for row in order] + [(prompts[row], guess_of_row[row]) for row in order]
 
 
 def test_without_room_for_the_copy_the_adapter_decodes(tmp_path, monkeypatch, capsys):
