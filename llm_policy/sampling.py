@@ -142,8 +142,7 @@ def _sample_along(
         cache: of all prompts without their last token.
         positions_P: of those last tokens.
     """
-    end = config.eos_token_id
-    ends = {end} if isinstance(end, int) else set(end)
+    vocabulary = model.config.get_text_config().vocab_size
     completions: list[list[int]] = [[] for _ in range(len(ids_PL) * group)]
     # One number a token, whichever pass it is sampled in: the guesses have no part in what comes out.
     noise_RT = torch.rand(len(completions), config.max_new_tokens, device=ids_PL.device)
@@ -152,16 +151,16 @@ def _sample_along(
     mask_CK, last_C, positions_C = mask_PL[:, :-1], ids_PL[:, -1], positions_P
     reach = config.max_new_tokens  # guessed tokens in a pass
     while rows:
-        reach = min(reach, LOGITS_PER_PASS // (len(rows) * model.config.get_text_config().vocab_size))
+        reach = min(reach, LOGITS_PER_PASS // (len(rows) * vocabulary))
         ahead = []
-        for members in rows:
-            done = len(completions[members[0]])
-            ahead.append(guesses[members[0] // group][done : min(done + reach, config.max_new_tokens - 1)])
-        length = 1 + max(map(len, ahead))
-        places_T = torch.arange(length, device=ids_PL.device)
-        guessed = [[*tokens, *[config.pad_token_id] * (length - 1 - len(tokens))] for tokens in ahead]
-        guessed_CT = torch.tensor(guessed, dtype=torch.long, device=ids_PL.device).view(len(rows), length - 1)
+        for first, *_ in rows:
+            done = len(completions[first])
+            ahead.append(list(guesses[first // group][done : min(done + reach, config.max_new_tokens - 1)]))
+        longest = max(map(len, ahead))
         lengths_C = torch.tensor([1 + len(tokens) for tokens in ahead], device=ids_PL.device)
+        padded = [[*tokens, *[config.pad_token_id] * (longest - len(tokens))] for tokens in ahead]
+        guessed_CT = torch.tensor(padded, dtype=torch.long, device=ids_PL.device).view(len(rows), longest)
+        places_T = torch.arange(1 + longest, device=ids_PL.device)
         logits_CTV = model(
             input_ids=torch.cat([last_C[:, None], guessed_CT], dim=1),
             attention_mask=torch.cat([mask_CK, (places_T < lengths_C[:, None]).to(mask_CK.dtype)], dim=1),
@@ -169,38 +168,54 @@ def _sample_along(
             past_key_values=cache,
             use_cache=True,
         ).logits
-
-        advances: list[int] = []  # sampled tokens of each completion
-        parted: dict[tuple[int, ...], list[int]] = {}  # (row, sampled tokens) -> completions that go on from there
-        going = [(row, member) for row, members in enumerate(rows) for member in members]
-        for t in range(length):
-            at_W = torch.tensor([(row, member, len(completions[member])) for row, member in going]).unbind(1)
-            tokens = _pick(logits_CTV[at_W[0], t], noise_RT[at_W[1], at_W[2]], config).tolist()
-            still = []
-            for (row, member), token in zip(going, tokens, strict=True):
-                completion = completions[member]
-                completion.append(token)
-                if token not in ends and len(completion) < config.max_new_tokens:
-                    if t < len(ahead[row]) and token == ahead[row][t]:
-                        still.append((row, member))
-                        continue
-                    parted.setdefault((row, *completion[-t - 1 :]), []).append(member)
-                advances.append(t + 1)
-            going = still
-            if not going:
-                break
-
-        reach = round(2 * (sum(advances) / len(advances) - 1))  # twice what came true: bad guesses soon cost nothing
-        rows = list(parted.values())
-        if rows:
+        parted, mean_advance = _take_samples(logits_CTV, rows, ahead, completions, noise_RT, config)
+        reach = round(2 * (mean_advance - 1))  # twice what came true: bad guesses soon cost nothing
+        if parted:
             parents_C = torch.tensor([row for row, *_ in parted], device=ids_PL.device)
-            advances_C = torch.tensor([len(key) - 1 for key in parted], device=ids_PL.device)
+            advances_C = torch.tensor([len(tokens) for _, *tokens in parted], device=ids_PL.device)
             kept_CT = (places_T < advances_C[:, None]).to(mask_CK.dtype)
             mask_CK = torch.cat([mask_CK[parents_C], kept_CT], dim=1)
-            last_C = torch.tensor([key[-1] for key in parted], device=ids_PL.device)
+            last_C = torch.tensor([tokens[-1] for _, *tokens in parted], device=ids_PL.device)
             positions_C = positions_C[parents_C] + advances_C
             cache.batch_select_indices(parents_C)
+        rows = list(parted.values())
     return completions
+
+
+def _take_samples(
+    logits_CTV: torch.Tensor,
+    rows: list[list[int]],
+    ahead: list[list[int]],
+    completions: list[list[int]],
+    noise_RT: torch.Tensor,
+    config: GenerationConfig,
+) -> tuple[dict[tuple[int, ...], list[int]], float]:
+    """Add to each completion what a pass is good for: tokens as guessed, and the first that is not.
+
+    Returns the completions that have not ended, by (row, *tokens added), and how many tokens were added on average.
+    """
+    ends = {config.eos_token_id} if isinstance(config.eos_token_id, int) else set(config.eos_token_id)
+    added = 0
+    parted: dict[tuple[int, ...], list[int]] = {}
+    going = members = [(row, completion) for row, of_row in enumerate(rows) for completion in of_row]
+    for t in range(logits_CTV.size(1)):
+        row_W, completion_W, place_W = torch.tensor([(r, c, len(completions[c])) for r, c in going]).unbind(1)
+        sampled = _pick(logits_CTV[row_W, t], noise_RT[completion_W, place_W], config).tolist()
+        as_guessed = []
+        for (row, completion), token in zip(going, sampled, strict=True):
+            tokens = completions[completion]
+            tokens.append(token)
+            if token in ends or len(tokens) == config.max_new_tokens:
+                continue
+            if t < len(ahead[row]) and token == ahead[row][t]:
+                as_guessed.append((row, completion))
+            else:
+                parted.setdefault((row, *tokens[-t - 1 :]), []).append(completion)
+        added += len(going)
+        going = as_guessed
+        if not going:
+            break
+    return parted, added / len(members)
 
 
 def _pick(logits_WV: torch.Tensor, noise_W: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
