@@ -85,7 +85,7 @@ def pack_groups(
     shared = len(common_prefix([prompt[:-1] for prompt in prompts])) if share_prefix else 0
     scored = [() if i in silent else completion for i, completion in enumerate(completions)]
     # (completion, its tokens before the scored ones, scored tokens)
-    paths = [(i, (), completion) for i, completion in enumerate(scored)]
+    paths: list[tuple[int, TokenIds, TokenIds]] = [(i, (), completion) for i, completion in enumerate(scored)]
     paths += [(b.completion, completions[b.completion][: b.start], b.token_ids) for b in branches]
     rows: dict[tuple[int, ...], _TokenTree] = {}
     predictors: list[tuple[_TokenTree, int]] = []
