@@ -23,7 +23,8 @@ ABLATION = "ablation_"  # folders of runs that change one thing
 # What they start from: a result, and the configuration that their command names (None: the default)
 ABLATED = {"canonical_slippery": None, "original_reproduced": "configs/laptop_original.yaml"}
 SAME_IN_ABLATIONS = ("--max_steps", "--stop_when", "--samples_per_state")
-CURVES = ("canonical_slippery", "original_reproduced")  # what the figure shows
+CURVES = ("canonical_slippery", "original_reproduced")  # what the first figure shows
+MAPS = "random_maps"  # folders of runs on many maps, judged on maps never seen: the second figure
 
 
 def seeds_of(folder: Path) -> list[dict]:
@@ -104,6 +105,30 @@ def ablation_table(results: dict[str, list[dict]]) -> str:
             lines.append(
                 f"| {label} | {_values(trained, 'success_probability')} "
                 f"| {states} of {trained[0]['acting_states']:.0f} | {first} | {steps} | {worst['verdict']} |"
+            )
+    return "\n".join(lines)
+
+
+def maps_table(results: dict[str, list[dict]]) -> str:
+    """Policies on maps never seen in training, in percent of the optimum of the same maps."""
+    lines = [
+        "| result | policy | percent of optimal | success, no step limit | optimal states | steps | minutes |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, seeds in results.items():
+        if not name.startswith(MAPS):
+            continue
+        for policy in seeds[0]["policies"]:
+            rows = [s["policies"][policy] for s in seeds]
+            steps = minutes = ""
+            if policy == "trained, greedy":
+                steps = ", ".join(str(s["metrics"][-1]["step"]) for s in seeds)
+                minutes = ", ".join(f"{s['minutes']:.0f}" for s in seeds)
+            states = ", ".join(f"{row['optimal_states']:.0f}" for row in rows)
+            lines.append(
+                f"| [{name}](results/{name}) | {policy} | {_values(rows, 'percent_of_optimal')} "
+                f"| {_values(rows, 'success_probability')} | {states} of {rows[0]['acting_states']:.0f} "
+                f"| {steps} | {minutes} |"
             )
     return "\n".join(lines)
 
@@ -192,24 +217,24 @@ def speed_table() -> str:
     return "\n".join(lines)
 
 
-def write_curves(results: dict[str, list[dict]], path: Path) -> None:
-    """Exact success of the greedy policy against minutes of GRPO, one line a seed."""
+def write_curves(
+    results: dict[str, list[dict]], path: Path, quantity: str = "success_probability",
+    y_label: str = "exact success probability, no step limit",
+) -> None:  # fmt: skip
+    """A figure of the greedy policy against minutes of GRPO, one line a seed; nothing where there are no results."""
     curves, lines = {}, {}
-    for name in CURVES:
-        for seed in results.get(name, []):
-            points = [m for m in seed["metrics"] if m.get("policy/success_probability") is not None]
+    for name, seeds in results.items():
+        for seed in seeds:
+            points = [m for m in seed["metrics"] if m.get(f"policy/{quantity}") is not None]
             curves[f"{name.replace('_', ' ')}, seed {seed['seed']}"] = (
                 [m["seconds"] / 60 for m in points],
-                [m["policy/success_probability"] for m in points],
+                [m[f"policy/{quantity}"] for m in points],
             )
             for policy, row in seed["policies"].items():
                 if policy.startswith(BASELINES):
-                    lines[policy] = row["success_probability"]
+                    lines[policy] = row[quantity]
     if curves:
-        figure = curves_figure(
-            curves, lines, "minutes of GRPO on two CPU cores", "exact success probability, no step limit"
-        )
-        figure.savefig(path, dpi=130)
+        curves_figure(curves, lines, "minutes of GRPO on two CPU cores", y_label).savefig(path, dpi=130)
 
 
 def with_section(text: str, name: str, table: str) -> str:
@@ -231,10 +256,13 @@ def main() -> int:
         print("results/: no folder with finished seeds yet; results/run.py makes one", file=sys.stderr)
         return 2
     ablations = {name: seeds for name, seeds in results.items() if name.startswith(ABLATION)}
-    reported = {name: seeds for name, seeds in results.items() if name not in ablations}
+    maps = {name: seeds for name, seeds in results.items() if name.startswith(MAPS)}
+    reported = {name: seeds for name, seeds in results.items() if name not in (*ablations, *maps)}
     sections = {"results": training_table(reported), "speed": speed_table(), "search": search_table(results)}
     if ablations:
         sections["ablations"] = ablation_table(results)
+    if maps:
+        sections["maps"] = maps_table(maps)
     readme = ROOT / "README.md"
     text = new = readme.read_text()
     for name, table in sections.items():
@@ -243,7 +271,9 @@ def main() -> int:
         print("README.md is what results/ says" if new == text else "README.md is out of date: python report.py")
         return int(new != text)
     readme.write_text(new)
-    write_curves(results, RESULTS / "learning_curves.png")
+    shown = {name: results[name] for name in CURVES if name in results}
+    write_curves(shown, RESULTS / "learning_curves.png")
+    write_curves(maps, RESULTS / "random_maps.png", "percent_of_optimal", "percent of optimal, maps never seen")
     print(f"README.md written from {len(results)} results")
     return 0
 

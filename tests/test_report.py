@@ -10,6 +10,7 @@ ROW = {"optimal_success": 0.8235, "optimal_at_horizon": 0.7442, "acting_states":
 def policy(name: str, success: float, states: int) -> dict:
     return ROW | {
         "policy": name, "success_probability": success, "success_at_horizon": success / 2, "optimal_states": states,
+        "percent_of_optimal": 100 * success,
     }  # fmt: skip
 
 
@@ -68,6 +69,14 @@ def test_ablation_table(results):
         "| [`--kl 1 --beta 2`](results/ablation_kl) | **0.3000** (0.3000) | 9 of 11 | never | 2 | says 0.3 |",
         "| [`--prompt 1 --beta 2`](results/ablation_prompt) | **0.3000** (0.3000) | 9 of 11 | never | 2 | says 0.3 |",
     ]
+
+
+def test_maps_table(results):
+    write_seed(results / "random_maps_dry/seed-1", 0.5)
+    assert report.maps_table(report.training_results()).splitlines()[4] == (
+        "| [random_maps_dry](results/random_maps_dry) | trained, greedy | **50.0** (50.0) | **0.5000** (0.5000) "
+        "| 9 of 11 | 2 | 4 |"
+    )
 
 
 def test_speed_table(results):
