@@ -230,6 +230,20 @@ def test_completions_without_advantage_skip_the_pass(case, tmp_path, monkeypatch
     assert counts == expected
 
 
+@pytest.mark.parametrize("kind", [PolicyTrainer, GRPOTrainer])
+def test_a_unanimous_group_has_no_variance_however_its_reward_rounds(kind, tmp_path):
+    """TRL's trainer shows why: it finds some where there is none."""
+    groups, size = 3, 6
+    completions = [[token_ids(3, seed=size * p + g) for g in range(size)] for p in range(groups)]
+    shares = []
+    for reward in (0.7670000195503235, 1.0345, 0.8921):
+        rewards = [(reward,) * size] * groups
+        options = {"num_generations": size, "per_device_train_batch_size": groups * size}
+        *_, log = trained(kind, "llama", tmp_path, rewards=rewards, completions=completions, **options)
+        shares.append(log["frac_reward_zero_std"])
+    assert (min(shares) == 1.0) == (kind is PolicyTrainer)
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 def test_a_step_without_any_variance_runs_and_changes_nothing(loss_type, tmp_path, monkeypatch):
     counts = scored_completions(monkeypatch)
