@@ -145,7 +145,9 @@ def _sample_along(
     vocabulary = model.config.get_text_config().vocab_size
     completions: list[list[int]] = [[] for _ in range(len(ids_PL) * group)]
     # One number a token, whichever pass it is sampled in: the guesses have no part in what comes out.
-    noise_RT = torch.rand(len(completions), config.max_new_tokens, device=ids_PL.device)
+    noise_RT = torch.zeros(len(completions), config.max_new_tokens, device=ids_PL.device)
+    if config.do_sample:
+        noise_RT.uniform_()
     # One row for the completions of a prompt that are equal so far
     rows = [list(range(first, first + group)) for first in range(0, len(completions), group)]
     mask_CK, last_C, positions_C = mask_PL[:, :-1], ids_PL[:, -1], positions_P
