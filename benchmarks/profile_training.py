@@ -51,11 +51,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=11)
     parser.add_argument("--group", type=int, default=2)
-    parser.add_argument("--completion_tokens", type=int, default=24)
+    parser.add_argument("--completion_tokens", type=int, default=32, help="at most")
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches a step")
     parser.add_argument("--output", help="JSON file for the figures")
     arguments = parser.parse_args()
-    arguments.gemma_2b = False
+    arguments.gemma_2b, arguments.taught = False, True
 
     phases = {}  # name -> (seconds once, times in a run)
     imports = [sys.executable, "-c", "import train_script"]

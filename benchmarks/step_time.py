@@ -1,10 +1,13 @@
 """Seconds, tokens and memory of one GRPO step: TRL's stock path beside this project's, alternating in one run.
 
     python benchmarks/step_time.py                                            # embedded model, 11 prompts x 8, CPU
+    python benchmarks/step_time.py --taught                                   # after the warm start, as in training
     python benchmarks/step_time.py --group 16 --completion_tokens 128 --rounds 5
     python benchmarks/step_time.py --gemma_2b --prompts 1 --group 16          # GPU: Gemma-2B's shape, random weights
 
 Same model, prompts, objective (`grpo`), completion lengths and rewards (random, so that every group has variance).
+Without `--taught` completions are the untrained model's, of one length and with nothing in common: what each path does
+with free text. With it they are what training samples after the warm start: one sentence, then the action.
 Memory is taken in a process of its own for each path, for the allocator gives nothing back to the other.
 """
 
@@ -29,6 +32,8 @@ from trl import GRPOConfig
 from llm_policy.frozen_lake import CANONICAL_GRIDS, acting_states
 from llm_policy.grpo import PolicyTrainer
 from llm_policy.models import EMBEDDED_MODEL, load_model, load_tokenizer
+from llm_policy.policy_table import PolicyReader
+from llm_policy.warm_start import teach_format
 from prompts import fit_to_template, policy_messages
 
 PATHS = {"stock TRL": False, "packed": True}
@@ -87,10 +92,18 @@ def build(path: str, arguments: argparse.Namespace, folder: str) -> PolicyTraine
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     else:
         model = load_model(EMBEDDED_MODEL)
-    model = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     grid = CANONICAL_GRIDS["4x4"]
+    reader = PolicyReader(tokenizer, is_slippery=True)
+    if arguments.taught:
+        student = get_peft_model(model, lora)
+        cells = [(grid, state) for state in acting_states(grid)]
+        teach_format(student, tokenizer, reader, cells, max_steps=60, prompts_per_step=6, learning_rate=1e-3,
+                     threshold=0.9, seed=0)  # fmt: skip
+        model = student.merge_and_unload()
+    model = get_peft_model(model, lora)
     states = (acting_states(grid) * arguments.prompts)[: arguments.prompts]
-    rows = [{"prompt": fit_to_template(policy_messages(grid, s, True), tokenizer)} for s in states]
+    rows = [{"prompt": fit_to_template(policy_messages(grid, s, True), tokenizer), "state": s} for s in states]
     completions = arguments.prompts * arguments.group
     training = GRPOConfig(
         output_dir=folder,
@@ -98,7 +111,7 @@ def build(path: str, arguments: argparse.Namespace, folder: str) -> PolicyTraine
         gradient_accumulation_steps=arguments.accumulation,
         num_generations=arguments.group,
         max_completion_length=arguments.completion_tokens,
-        generation_kwargs={"min_new_tokens": arguments.completion_tokens},
+        generation_kwargs=None if arguments.taught else {"min_new_tokens": arguments.completion_tokens},
         max_steps=1,
         learning_rate=1e-5,
         bf16=True,
@@ -115,6 +128,7 @@ def build(path: str, arguments: argparse.Namespace, folder: str) -> PolicyTraine
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         packed=PATHS[path],
+        guesses=lambda rows: [reader.guess(grid, row["state"]) for row in rows],
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -149,10 +163,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=11)
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--completion_tokens", type=int, default=24)
+    parser.add_argument("--completion_tokens", type=int, default=24, help="with --taught: at most so many")
     parser.add_argument("--accumulation", type=int, default=2, help="micro-batches a step")
     parser.add_argument("--rounds", type=int, default=3, help="timed steps of each path, after one to warm up")
     parser.add_argument("--gemma_2b", action="store_true", help="Gemma-2B's architecture, random weights")
+    parser.add_argument("--taught", action="store_true", help="teach the answer format first, then sample freely")
     parser.add_argument("--output", help="JSON file for the figures")
     parser.add_argument("--only", choices=list(PATHS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
