@@ -44,6 +44,7 @@ from llm_policy.run_files import (
     EVALUATION_FILE,
     EXIT_INTERRUPTED,
     RUN_FILE,
+    check_same_run,
     parse_config,
     write_run_files,
     write_whole,
@@ -61,6 +62,11 @@ TRL_CHOICES = {
     "scale_rewards": ("group", "batch", "none"),
     "importance_sampling_level": ("token", "sequence"),
 }
+# What a run cannot go on with otherwise; steps, intervals and the like may change on the way.
+SAME_ON_RESUME = (
+    "model_name_or_path", "seed", "expert_csv", "is_slippery", "observation", "lora_r", "lora_alpha",
+    "lora_target_modules",
+)  # fmt: skip
 MAPS_JUDGED = 20  # of many maps, in the evaluations between steps (of the CSV's own, at the end too)
 
 
@@ -350,6 +356,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_arguments(training, model_config)
     output_dir = Path(training.output_dir)
     trains = script.check != "only"
+    if trains and training.resume_from_checkpoint == "auto":
+        check_same_run(output_dir, (script, training, model_config), SAME_ON_RESUME)
     if trains and training.resume_from_checkpoint == "auto" and (output_dir / EVALUATION_FILE).exists():
         print(f"{output_dir} holds a finished run:\n{(output_dir / 'result.txt').read_text()}", end="")
         return 0

@@ -86,11 +86,25 @@ def write_whole(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+def check_same_run(output_dir: Path, groups: Sequence, names: Sequence[str]) -> None:
+    """`InputError` where `output_dir` holds a run that was begun with another value of an argument in `names`."""
+    file = output_dir / CONFIG_FILE
+    if not file.exists():
+        return
+    begun, now = yaml.safe_load(file.read_text()), resolved_config(*groups)  # both less what has its default
+    for name in names:
+        if begun.get(name) != now.get(name):
+            raise InputError(
+                f"--{name} {now.get(name, '(its default)')}: {output_dir} was begun with "
+                f"{begun.get(name, 'the default')}; go on with that, or choose another --output_dir"
+            )
+
+
 def write_run_files(output_dir: Path, groups: Sequence, config: str, seed: int, settings: dict) -> None:
     """`resolved_config.yaml` (give it to --config to repeat the run) and `run.json` (seed, versions, commit, ...)."""
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
-        (output_dir / CONFIG_FILE).write_text(yaml.safe_dump(resolved_config(*groups), sort_keys=False))
+        write_whole(output_dir / CONFIG_FILE, yaml.safe_dump(resolved_config(*groups), sort_keys=False))
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
         ).stdout.strip()
@@ -106,6 +120,6 @@ def write_run_files(output_dir: Path, groups: Sequence, config: str, seed: int, 
             else f"{torch.get_num_threads()} CPU threads",
             **settings,
         }
-        (output_dir / RUN_FILE).write_text(json.dumps(run, indent=1) + "\n")
+        write_whole(output_dir / RUN_FILE, json.dumps(run, indent=1) + "\n")
     except OSError as error:
         raise InputError(f"--output_dir {output_dir}: cannot be written ({error})") from error

@@ -17,8 +17,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_models import build_tiny_model
 
 import evaluate_policy
-from llm_policy.errors import run_script
+from llm_policy.errors import InputError, run_script
 from llm_policy.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
+from llm_policy.grpo import REWARD_UNIT
 from llm_policy.models import ROOT, load_model, load_tokenizer
 from llm_policy.run_files import resolved_config
 from train_script import GRPO_FOLDER, WARM_START_FOLDER, main, parse_arguments
@@ -139,7 +140,7 @@ def test_metrics(finished_run):
         assert line["rewards/format_reward/mean"] > 0.3, "the taught model answers in form"
         assert line["reward"] == pytest.approx(line["rewards/combined_reward/mean"])
         combined = (line["rewards/format_reward/mean"] + line["rewards/advantage_reward/mean"]) / 2
-        assert combined == pytest.approx(line["rewards/combined_reward/mean"], abs=1e-6)
+        assert combined == pytest.approx(line["rewards/combined_reward/mean"], abs=REWARD_UNIT)
         assert 0 <= line["policy/success_probability"] <= 14 / 17 + 1e-9
     if "grpo" not in arguments:
         assert all(0 <= line["action/entropy"] <= math.log(4) + 1e-6 for line in lines)
@@ -183,6 +184,15 @@ def test_a_finished_run_is_shown_again_and_not_trained(finished_run, capsys):
     assert "holds a finished run" in printed
     assert (out / "result.txt").read_text() in printed
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == files
+
+
+@pytest.mark.parametrize("other", [("--seed", "99"), ("--lora_r", "3"), ("--observation", "grid")])
+def test_another_run_is_not_gone_on_with(finished_run, other):
+    _, out, arguments = finished_run
+    config = (out / "resolved_config.yaml").read_text()
+    with pytest.raises(InputError, match=rf"{other[0]} {other[1]}: .* was begun with .* choose another --output_dir"):
+        main([*arguments, *other, "--resume_from_checkpoint", "auto"])
+    assert (out / "resolved_config.yaml").read_text() == config
 
 
 def test_evaluate_policy_reads_the_run(finished_run, capsys):
