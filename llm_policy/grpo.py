@@ -30,12 +30,13 @@ class PolicyTrainer(GRPOTrainer):
 
     Departures from TRL's trainer:
 
-    1. Sampling: the prompt is prefilled once per group and the adapter is merged into a copy of the weights, so that
-       decoding runs plain matrices (`merged_sampling`; through the adapter where a GPU has no room for the copy). With
-       vLLM or continuous batching TRL's own path is used.
-    2. Training pass: a prompt and its group share one packed row (llm_policy/packing.py); completions whose
-       advantage is zero skip the pass, or what follows their answer, where nothing else in the loss needs them. Equal
-       to stock up to rounding; `packed=False` takes TRL's pass.
+    1. Sampling: the prompt is prefilled once per group, guessed completions are scored in one pass (`guesses`,
+       llm_policy/sampling.py), and the adapter is merged into a copy of the weights, so that decoding runs plain
+       matrices (`merged_sampling`; through the adapter where a GPU has no room for the copy). With vLLM or continuous
+       batching TRL's own path is used.
+    2. Training pass: a prompt and its group are one tree of tokens in one row (llm_policy/packing.py); completions
+       whose advantage is zero skip the pass, or what follows their answer, where nothing else in the loss needs them.
+       Equal to stock up to rounding; `packed=False` takes TRL's pass.
     3. Groups stay together in a micro-batch (TRL shuffles single completions), which packing needs.
     4. `objective="expected"`: at the tokens of the action in each readable completion, the sampled term is replaced
        by the expectation over the legal actions A of the state,
