@@ -41,11 +41,12 @@ class PolicyTrainer(GRPOTrainer):
     4. `objective="expected"`: at the tokens of the action in each readable completion, the sampled term is replaced
        by the expectation over the legal actions A of the state,
 
-           - sum_a pi(a) r(s, a) - action_entropy_coef * H(pi),     pi = p(a | prompt, thought) / sum_A p,
+           - sum_a p(a) r(s, a) - action_entropy_coef * H(pi),     pi = p / sum_A p,
 
        with r the combined reward of a well-formed completion that answers a, and p the model's own probability of
-       the action's string. Its gradient is the mean of the gradients that sampling the answer again and again from
-       pi would give GRPO without reward scaling; hence no sampling noise at the decision and no group without a
+       the action's string after prompt and thought. What is no action earns nothing, so that probability which leaks
+       to other answers comes back. Its gradient is the mean of the gradients that sampling the answer again and again
+       would give GRPO without reward scaling; hence no sampling noise at the decision and no group without a
        gradient. All other tokens keep the group advantage. Needs the reward of every action (`action_rewards`).
        The equality is one of sums over tokens (loss_type luspo); grpo and dapo divide a sampled term by the number of
        tokens, this one only by the number of completions, so that there it weighs more.
@@ -249,16 +250,17 @@ class PolicyTrainer(GRPOTrainer):
         return advantages_BT
 
     def _expected_loss(self, inputs, answers) -> torch.Tensor:
-        """- (sum_a pi(a) r(a) + entropy bonus), averaged over the completions of the batch."""
+        """- (sum_a p(a) r(a) + entropy bonus), averaged over the completions of the batch."""
         log_probabilities_NA = torch.stack([b.sum() for b in self._branch_log_probabilities]).view(len(answers), -1)
-        log_policy_NA = log_probabilities_NA.log_softmax(dim=1)
-        policy_NA = log_policy_NA.exp()
+        probabilities_NA = log_probabilities_NA.exp()
         rewards_NA = inputs["action_rewards"][[i for i, _ in answers]]
-        expected_N = (policy_NA * rewards_NA).sum(1)
-        entropy_N = -(policy_NA * log_policy_NA).sum(1)
+        expected_N = (probabilities_NA * rewards_NA).sum(1)
+        log_policy_NA = log_probabilities_NA.log_softmax(dim=1)
+        entropy_N = -(log_policy_NA.exp() * log_policy_NA).sum(1)
         mode = "train" if self.model.training else "eval"
         self._metrics[mode]["action/expected_reward"].append(expected_N.mean().item())
         self._metrics[mode]["action/entropy"].append(entropy_N.mean().item())
+        self._metrics[mode]["action/legal_probability"].append(probabilities_NA.sum(1).mean().item())
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1
         total = expected_N.sum() + self.action_entropy_coef * entropy_N.sum()
         return -total / len(inputs["completion_ids"]) / accumulation

@@ -500,12 +500,12 @@ def gradient(trainer, loss) -> torch.Tensor:
     return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
 
 
-def log_policy(trainer, prompt, prefix, temperature=1.0) -> torch.Tensor:
-    """Normalised log-probabilities of the four names after `prefix`, by four plain rows."""
+def log_probabilities(trainer, prompt, prefix, temperature=1.0) -> torch.Tensor:
+    """Of the four names after `prefix`, by four plain rows; not normalised."""
     scores = [
         plain_scores(trainer.model, prompt, [*prefix, *name], temperature)[0] for name in trainer.action_token_ids
     ]
-    return torch.stack([score[len(prefix) :].sum() for score in scores]).log_softmax(0)
+    return torch.stack([score[len(prefix) :].sum() for score in scores])
 
 
 def teach_names(trainer) -> None:
@@ -553,9 +553,11 @@ def test_expected_gradient_equals_the_enumerated_one(architecture, split_actions
         weight_T = torch.full((len(completion),), advantage)
         if in_usual_tokens:
             prefix = encoded(trainer, text.partition("<answer>")[0] + "<answer>")[:-1]
-            log_pi_A = log_policy(trainer, prompt, prefix, temperature=0.8)
+            log_p_A = log_probabilities(trainer, prompt, prefix, temperature=0.8)
+            log_pi_A = log_p_A.log_softmax(0)
             assert log_pi_A.max() < -1e-3  # there is something to learn
-            expected = expected + (log_pi_A.exp() * ACTION_REWARDS[row]).sum()
+            assert log_p_A.exp().sum() < 0.999  # here, too
+            expected = expected + (log_p_A.exp() * ACTION_REWARDS[row]).sum()
             expected = expected - entropy_coef * (log_pi_A.exp() * log_pi_A).sum()
             action = ACTIONS.index(text.partition("<answer>")[2].removesuffix("</answer>"))
             weight_T[len(prefix) : len(prefix) + len(trainer.action_token_ids[action])] = 0.0
@@ -566,7 +568,7 @@ def test_expected_gradient_equals_the_enumerated_one(architecture, split_actions
 
 @pytest.mark.parametrize("split_actions", [False, True])
 def test_expected_gradient_is_the_mean_of_grpos_over_all_answers(split_actions, tmp_path):
-    """One thought, each answer weighted by its probability, advantage r - sum pi r: GRPO without reward scaling.
+    """One thought, each answer weighted by its probability and reward: GRPO without reward scaling.
 
     luspo is the loss whose terms are sums over tokens, as a policy gradient's are.
     """
@@ -579,9 +581,8 @@ def test_expected_gradient_is_the_mean_of_grpos_over_all_answers(split_actions, 
         teach_names(trainer)
         prefix = encoded(trainer, f"{THOUGHT}<answer>")[:-1]
         with torch.no_grad():
-            pi_A = log_policy(trainer, prompts_of(trainer)[0], prefix).exp()
-        rewards_A = ACTION_REWARDS[0]
-        weights_A = len(ACTIONS) * pi_A * (rewards_A - (pi_A * rewards_A).sum())
+            p_A = log_probabilities(trainer, prompts_of(trainer)[0], prefix).exp()
+        weights_A = len(ACTIONS) * p_A * ACTION_REWARDS[0]
         completions = [encoded(trainer, f"{THOUGHT}<answer>{name}</answer>") for name in ACTIONS]
         batch = batch_of(trainer, [0] * len(ACTIONS), completions, weights_A)
         gradients[objective] = gradient(trainer, trainer._compute_loss(trainer.model, batch))
@@ -589,33 +590,41 @@ def test_expected_gradient_is_the_mean_of_grpos_over_all_answers(split_actions, 
 
 
 def test_sampled_groups_approach_the_expected_gradient(tmp_path):
-    """The same by sampling: the mean over many groups, along the expected gradient, lies within 4 standard errors."""
+    """The same by sampling: the mean over many groups, along the expected gradient, lies within 4 standard errors.
+
+    Outcomes are the four names and, with reward 0, whatever else the model may say there.
+    """
     trainer = expected_trainer("llama", tmp_path, loss_type="luspo")
+    teach_names(trainer)
     prompt, prefix = prompts_of(trainer)[0], encoded(trainer, f"{THOUGHT}<answer>")[:-1]
     batch = batch_of(trainer, [0], [encoded(trainer, f"{THOUGHT}<answer>LEFT</answer>")], [0.0])
     expected = gradient(trainer, trainer._compute_loss(trainer.model, batch))
     with torch.no_grad():
-        pi_A = log_policy(trainer, prompt, prefix).exp()
-    # The gradient of a sampled answer's loss for advantage 1, from TRL's loss (nothing stands after the name).
+        p_A = log_probabilities(trainer, prompt, prefix).exp()
+    assert 0.05 < 1 - p_A.sum() < 0.95
+    # The gradient of a sampled answer's loss for advantage 1, from TRL's loss (nothing stands after the name). The
+    # thought's own part is in all of them. What is no name has the rest: sum p grad log p = 0 over all outcomes.
     trainer.objective = "grpo"
-    gradients_AD = torch.stack(
-        [
-            gradient(trainer, trainer._compute_loss(trainer.model, batch_of(trainer, [0], [[*prefix, *name]], [1.0])))
-            for name in trainer.action_token_ids
-        ]
+    thought_D, *names_D = (
+        gradient(trainer, trainer._compute_loss(trainer.model, batch_of(trainer, [0], [[*prefix, *name]], [1.0])))
+        for name in [(), *trainer.action_token_ids]
     )
+    names_AD = torch.stack(names_D)
+    other_D = thought_D - (p_A[:, None] * (names_AD - thought_D)).sum(0) / (1 - p_A.sum())
+    gradients_OD = torch.cat([names_AD, other_D[None]])
+    p_O, rewards_O = torch.cat([p_A, 1 - p_A.sum(0, True)]), torch.cat([ACTION_REWARDS[0], torch.zeros(1)])
     groups, size = 20_000, 8
     generator = torch.Generator().manual_seed(0)
-    drawn_NG = torch.multinomial(pi_A.expand(groups, -1), size, replacement=True, generator=generator)
-    rewards_NG = ACTION_REWARDS[0][drawn_NG]
+    drawn_NG = torch.multinomial(p_O.expand(groups, -1), size, replacement=True, generator=generator)
+    rewards_NG = rewards_O[drawn_NG]
     # A group's mean contains its own sample, which shrinks the gradient by (size - 1) / size.
     advantages_NG = (rewards_NG - rewards_NG.mean(1, keepdim=True)) * size / (size - 1)
-    weights_NA = torch.stack([(advantages_NG * (drawn_NG == a)).mean(1) for a in range(len(ACTIONS))], dim=1)
-    along_N = weights_NA @ (gradients_AD @ expected) / expected.dot(expected)
+    weights_NO = torch.stack([(advantages_NG * (drawn_NG == o)).mean(1) for o in range(len(p_O))], dim=1)
+    along_N = weights_NO @ (gradients_OD @ expected) / expected.dot(expected)
     standard_error = along_N.std() / groups**0.5
     assert standard_error < 0.02
     assert abs(along_N.mean() - 1.0) < 4 * standard_error
-    error = weights_NA.mean(0) @ gradients_AD - expected
+    error = weights_NO.mean(0) @ gradients_OD - expected
     assert error.norm() < 0.05 * expected.norm()
 
 
@@ -634,7 +643,8 @@ def test_a_step_raises_the_expected_reward_and_more_entropy_weight_the_entropy(t
         logs[coefficient] = [row for row in trainer.state.log_history if "action/entropy" in row]
     first = logs[0.0][0]
     assert first == logs[3.0][0] | {k: first[k] for k in first if k in ("loss", "grad_norm", "step_time")}
-    assert logs[0.0][1]["action/expected_reward"] > first["action/expected_reward"] + 1e-3
+    for name in ("action/expected_reward", "action/legal_probability"):
+        assert logs[0.0][1][name] > 1.005 * first[name]
     after = [log[1]["action/entropy"] for log in logs.values()]
     assert after[0] + 1e-3 < after[1]
     assert after[1] + 1e-3 < after[2]
