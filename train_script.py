@@ -409,7 +409,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     dataset = build_dataset(table, prompts, training)
     reader = PolicyReader(tokenizer, script.is_slippery, script.observation, training.max_completion_length)
     settings = {"map": list(grids[0]), "is_slippery": script.is_slippery, "observation": script.observation}
-    write_run_files(output_dir, (script, training, model_config), config, training.seed, settings)
+    groups = (script, training, model_config)
+    write_run_files(output_dir, groups, config, training.seed, settings, "--resume_from_checkpoint auto")
 
     untrained = output_dir / "untrained.json"  # judged once; a resumed run shows the same row
     if not untrained.exists():

@@ -100,8 +100,13 @@ def check_same_run(output_dir: Path, groups: Sequence, names: Sequence[str]) -> 
             )
 
 
-def write_run_files(output_dir: Path, groups: Sequence, config: str, seed: int, settings: dict) -> None:
-    """`resolved_config.yaml` (give it to --config to repeat the run) and `run.json` (seed, versions, commit, ...)."""
+def write_run_files(
+    output_dir: Path, groups: Sequence, config: str, seed: int, settings: dict, resume: str = "the same command"
+) -> None:
+    """`resolved_config.yaml` (give it to --config to repeat the run) and `run.json` (seed, versions, commit, ...).
+
+    `resume` names, in the error of a folder that cannot be written, what goes on once it can.
+    """
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         write_whole(output_dir / CONFIG_FILE, yaml.safe_dump(resolved_config(*groups), sort_keys=False))
@@ -122,4 +127,6 @@ def write_run_files(output_dir: Path, groups: Sequence, config: str, seed: int, 
         }
         write_whole(output_dir / RUN_FILE, json.dumps(run, indent=1) + "\n")
     except OSError as error:
-        raise InputError(f"--output_dir {output_dir}: cannot be written ({error})") from error
+        raise InputError(
+            f"--output_dir {output_dir}: cannot be written ({error}); once it can, {resume} goes on"
+        ) from error
