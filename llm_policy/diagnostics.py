@@ -19,6 +19,7 @@ from llm_policy.run_files import write_whole
 
 STOP_CONDITIONS = ("optimal", "collapsed", "either", "never")
 COLLAPSE_STEPS = 5  # so many steps in a row without a single group that has variance
+NEARLY_ALWAYS = 0.8  # share of the states with one action
 STEADY_EVALUATIONS = 2  # so many in a row at the optimum: a state that is right by a hair is wrong after rounding
 
 
@@ -33,17 +34,21 @@ def mutual_information(policies_SA: Sequence[np.ndarray], grids: Sequence[Grid])
 
 
 def policy_verdict(policies_SA: Sequence[np.ndarray], grids: Sequence[Grid], scores: Sequence[PolicyScore]) -> str:
-    """One line about greedy policies: random, state-blind, learned, or how far it came."""
+    """One line about greedy policies: random, learned, state-blind or nearly so, or how far it came."""
     rows_NA = np.concatenate([p[acting_states(g)] for p, g in zip(policies_SA, grids, strict=True)])
     right, states = sum(s.optimal_states for s in scores), sum(s.acting_states for s in scores)
     percent = float(np.mean([s.percent_of_optimal for s in scores]))
     summary = f"{right}/{states} states, {percent:.0f} % of optimal"
     if np.ptp(rows_NA, axis=1).max() < 1e-9:  # so does a model count that says nothing readable
         return f"uniformly random in every state ({summary})"
-    if len(set(rows_NA.argmax(1).tolist())) == 1 and states > 1:
-        return f"state-blind: always {ACTIONS[int(rows_NA[0].argmax())]} ({summary})"
     if percent >= 99.95:
         return f"learned: {summary}"
+    chosen_A = np.bincount(rows_NA.argmax(1), minlength=len(ACTIONS))
+    habit, times = ACTIONS[int(chosen_A.argmax())], int(chosen_A.max())
+    if times == states > 1:
+        return f"state-blind: always {habit} ({summary})"
+    if times >= NEARLY_ALWAYS * states:
+        return f"nearly state-blind: {habit} in {times} of {states} states ({summary})"
     return f"partly learned: {summary}"
 
 

@@ -56,6 +56,8 @@ VERDICTS = [
     (constant_policy(16, 1), "state-blind: always DOWN (2/11 states, 6 % of optimal)"),
     # The same most probable action everywhere is state-blind, too, if less sure of itself
     (np.full((16, 4), [0.1, 0.1, 0.7, 0.1]), "state-blind: always RIGHT (2/11 states, 3 % of optimal)"),
+    # One state apart from the habit does not make a policy that reads its state
+    (with_rows(GRID, np.eye(4)[[1] * 10 + [2]]), "nearly state-blind: DOWN in 10 of 11 states (1/11 states"),
     # What a model's policy is when no completion can be read
     (uniform_policy(16), "uniformly random in every state (0/11 states, 2 % of optimal)"),
     # The expert but for the last two states before the goal
@@ -67,6 +69,11 @@ VERDICTS = [
 def test_verdict(policy_SA, verdict):
     scores = [score_policy(GRID, True, policy_SA, 100)]
     assert policy_verdict([policy_SA], [GRID], scores).startswith(verdict)
+
+
+def test_where_one_action_is_optimal_everywhere_it_is_learned():
+    policy_SA, grid = constant_policy(4, 2), ("SFFG",)
+    assert policy_verdict([policy_SA], [grid], [score_policy(grid, False, policy_SA, 10)]).startswith("learned: 3/3")
 
 
 def test_one_state_cannot_be_state_blind():
