@@ -112,7 +112,7 @@ def ablation_table(results: dict[str, list[dict]]) -> str:
 def maps_table(results: dict[str, list[dict]]) -> str:
     """Policies on maps never seen in training, in percent of the optimum of the same maps."""
     lines = [
-        "| result | policy | percent of optimal | success, no step limit | optimal states | steps | minutes |",
+        "| result | policy | percent of optimal | success, no step limit | optimal states a map | steps | minutes |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, seeds in results.items():
@@ -124,10 +124,10 @@ def maps_table(results: dict[str, list[dict]]) -> str:
             if policy == "trained, greedy":
                 steps = ", ".join(str(s["metrics"][-1]["step"]) for s in seeds)
                 minutes = ", ".join(f"{s['minutes']:.0f}" for s in seeds)
-            states = ", ".join(f"{row['optimal_states']:.0f}" for row in rows)
+            states = ", ".join(f"{row['optimal_states']:.1f}" for row in rows)
             lines.append(
-                f"| [{name}](results/{name}) | {policy} | {_values(rows, 'percent_of_optimal')} "
-                f"| {_values(rows, 'success_probability')} | {states} of {rows[0]['acting_states']:.0f} "
+                f"| [{name}](results/{name}) | {policy} | {_values(rows, 'percent_of_optimal', 1)} "
+                f"| {_values(rows, 'success_probability')} | {states} of {rows[0]['acting_states']:.1f} "
                 f"| {steps} | {minutes} |"
             )
     return "\n".join(lines)
@@ -148,9 +148,10 @@ def _first_optimum(metrics: list[dict]) -> int | str:
     return next((m["step"] for m in metrics if m.get("policy/percent_of_optimal", 0) >= 99.95), "never")
 
 
-def _values(rows: list[dict], key: str) -> str:
+def _values(rows: list[dict], key: str, decimals: int | None = None) -> str:
     values = [row[key] for row in rows]
-    decimals = 4 if max(map(abs, values)) < 10 else 1  # probabilities, or returns of long episodes
+    if decimals is None:
+        decimals = 4 if max(map(abs, values)) < 10 else 1  # probabilities, or returns of long episodes
     return f"**{np.mean(values):.{decimals}f}** ({', '.join(f'{v:.{decimals}f}' for v in values)})"
 
 

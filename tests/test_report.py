@@ -75,7 +75,7 @@ def test_maps_table(results):
     write_seed(results / "random_maps_dry/seed-1", 0.5)
     assert report.maps_table(report.training_results()).splitlines()[4] == (
         "| [random_maps_dry](results/random_maps_dry) | trained, greedy | **50.0** (50.0) | **0.5000** (0.5000) "
-        "| 9 of 11 | 2 | 4 |"
+        "| 9.0 of 11.0 | 2 | 4 |"
     )
 
 
