@@ -235,7 +235,7 @@ def write_curves(
                 if policy.startswith(BASELINES):
                     lines[policy] = row[quantity]
     if curves:
-        curves_figure(curves, lines, "minutes of GRPO on two CPU cores", y_label).savefig(path, dpi=130)
+        curves_figure(curves, lines, "minutes of GRPO, CPU", y_label).savefig(path, dpi=130)
 
 
 def with_section(text: str, name: str, table: str) -> str:
