@@ -22,8 +22,6 @@ OBJECTIVES = ("expected", "grpo")
 # Mean |difference| of log-probabilities, packed against stock, that rounding explains; a wrong mask gives over 0.3.
 PACKED_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
-REWARD_UNIT = 2.0**-16  # multiples of it below 2 have 17 bits; float32 has 24, for sums over groups of up to 128
-
 
 class PolicyTrainer(GRPOTrainer):
     """GRPO (Shao et al. 2024, arXiv 2402.03300) through TRL, for prompts whose legal actions all have known rewards.
@@ -51,8 +49,8 @@ class PolicyTrainer(GRPOTrainer):
        The equality is one of sums over tokens (loss_type luspo); grpo and dapo divide a sampled term by the number of
        tokens, this one only by the number of completions, so that there it weighs more.
     5. The order of the rows depends on seed and epoch alone, so that a resumed run sees what it would have seen.
-    6. Rewards are rounded to multiples of 2^-16: sums of equal ones are then exact in float32, and a unanimous group
-       has no variance. In TRL rounding errors of 1e-7 make advantages of 1e-3, and unanimous groups count as varied.
+    6. Rewards are float64 until they are advantages: the mean of equal ones is then exact, and a unanimous group has no
+       variance. In float32 rounding errors of 1e-7 make advantages of 1e-3, and unanimous groups count as varied.
     """
 
     def __init__(
@@ -142,12 +140,12 @@ class PolicyTrainer(GRPOTrainer):
         return sampled, None
 
     def _calculate_rewards(self, *arguments, **keywords):
-        rewards_BF = super()._calculate_rewards(*arguments, **keywords)  # F reward functions
-        return (rewards_BF / REWARD_UNIT).round() * REWARD_UNIT
+        return super()._calculate_rewards(*arguments, **keywords).double()
 
     def _generate_and_score_completions(self, inputs):
         self._guessed_B = self.guesses and self.guesses(inputs)
         output = super()._generate_and_score_completions(inputs)
+        output["advantages"] = output["advantages"].float()
         if self.objective == "expected":
             output["action_rewards"] = torch.as_tensor(
                 self.action_rewards(inputs), dtype=torch.float32, device=output["advantages"].device

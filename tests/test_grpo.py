@@ -28,8 +28,7 @@ GROUP = 4
 PROMPTS = ["SFFF FHFH", "You are at row 2, column 3. The ice is slippery. Letters: S start, F ice", "go"]
 # Three groups of ragged completions; each but the last of a group ends (the end token is put there).
 LENGTHS = [(3, 7, 1, 5), (9, 2, 4, 4), (6, 6, 3, 8)]
-# Sixteenths, which the trainer's rounding leaves as they are
-REWARDS = [(1.0, 0.1875, 0.5, 0.0), (0.125, 0.875, 0.375, 0.3125), (0.6875, 0.0, 0.0, 1.0)]
+REWARDS = [(1.0, 0.2, 0.5, 0.0), (0.1, 0.9, 0.4, 0.3), (0.7, 0.0, 0.0, 1.0)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -178,8 +177,7 @@ OPTIONS = {
     "clipped gradient": {"max_grad_norm": 0.1},
     "rewards not scaled": {"scale_rewards": "none"},
     "rewards scaled by batch": {"scale_rewards": "batch"},
-    # An epsilon that keeps the sign of a gradient of nearly 0 from deciding a whole step
-    "adam": {"optim": "adamw_torch", "learning_rate": 0.01, "max_steps": 2, "adam_epsilon": 1e-4},
+    "adam": {"optim": "adamw_torch", "learning_rate": 0.01, "max_steps": 2},
     "other losses: bnpo": {"loss_type": "bnpo"},
     "other losses: dr_grpo": {"loss_type": "dr_grpo"},
     "other losses: cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "num_iterations": 2, "max_steps": 2} | SLOWER,
