@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from llm_policy.mdp import OPTIMAL_PERCENT
 from llm_policy.plots import curves_figure
 
 ROOT = Path(__file__).resolve().parent
@@ -60,18 +61,16 @@ def training_table(results: dict[str, list[dict]]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, seeds in results.items():
-        trained = [s["policies"]["trained, greedy"] for s in seeds]
+        trained, states, worst = _greedy(seeds)
         sampled = [s["policies"]["trained, sampled"] for s in seeds if "trained, sampled" in s["policies"]]
-        worst = min(seeds, key=lambda s: s["policies"]["trained, greedy"]["success_probability"])
         optimum = seeds[0]["policies"]["optimal"]
-        states = ", ".join(f"{t['optimal_states']:.0f}" for t in trained)
         minutes = ", ".join(f"{s['minutes']:.1f}" for s in seeds)
         lines.append(
             f"| [{name}](results/{name}) | {len(seeds)} "
             f"| {_values(trained, 'success_probability')} of {optimum['optimal_success']:.4f} "
             f"| {_values(trained, 'success_at_horizon')} of {optimum['optimal_at_horizon']:.4f} "
             f"| {_values(sampled, 'success_at_horizon') if sampled else ''} "
-            f"| {states} of {trained[0]['acting_states']:.0f} | {minutes} | {worst['verdict']} |"
+            f"| {states} | {minutes} | {worst} |"
         )
     for is_slippery in (True, False):
         seeds = next((s for s in results.values() if s[0]["is_slippery"] is is_slippery), None)
@@ -83,6 +82,14 @@ def training_table(results: dict[str, list[dict]]) -> str:
                     f"| {row['optimal_states']:.0f} of {row['acting_states']:.0f} | | |"
                 )
     return "\n".join(lines)
+
+
+def _greedy(seeds: list[dict]) -> tuple[list[dict], str, str]:
+    """The trained greedy policy of each seed, their optimal states, and the verdict of the one that succeeds least."""
+    trained = [s["policies"]["trained, greedy"] for s in seeds]
+    states = ", ".join(f"{t['optimal_states']:.0f}" for t in trained)
+    worst = int(np.argmin([t["success_probability"] for t in trained]))
+    return trained, f"{states} of {trained[0]['acting_states']:.0f}", seeds[worst]["verdict"]
 
 
 def ablation_table(results: dict[str, list[dict]]) -> str:
@@ -97,14 +104,11 @@ def ablation_table(results: dict[str, list[dict]]) -> str:
             if name.startswith(ABLATION) and _config(seeds[0]["command"]) == config:
                 rows[f"[`{_change(seeds[0]['command'])}`](results/{name})"] = seeds
         for label, seeds in rows.items():
-            trained = [s["policies"]["trained, greedy"] for s in seeds]
-            states = ", ".join(f"{t['optimal_states']:.0f}" for t in trained)
+            trained, states, worst = _greedy(seeds)
             first = ", ".join(str(_first_optimum(s["metrics"])) for s in seeds)
             steps = ", ".join(str(s["metrics"][-1]["step"]) for s in seeds)
-            worst = min(seeds, key=lambda s: s["policies"]["trained, greedy"]["success_probability"])
             lines.append(
-                f"| {label} | {_values(trained, 'success_probability')} "
-                f"| {states} of {trained[0]['acting_states']:.0f} | {first} | {steps} | {worst['verdict']} |"
+                f"| {label} | {_values(trained, 'success_probability')} | {states} | {first} | {steps} | {worst} |"
             )
     return "\n".join(lines)
 
@@ -145,7 +149,7 @@ def _change(command: list[str]) -> str:
 
 
 def _first_optimum(metrics: list[dict]) -> int | str:
-    return next((m["step"] for m in metrics if m.get("policy/percent_of_optimal", 0) >= 99.95), "never")
+    return next((m["step"] for m in metrics if m.get("policy/percent_of_optimal", 0) >= OPTIMAL_PERCENT), "never")
 
 
 def _values(rows: list[dict], key: str, decimals: int | None = None) -> str:

@@ -65,7 +65,7 @@ TRL_CHOICES = {
 # What a run cannot go on with otherwise; steps, intervals and the like may change on the way.
 SAME_ON_RESUME = (
     "model_name_or_path", "seed", "expert_csv", "is_slippery", "observation", "lora_r", "lora_alpha",
-    "lora_target_modules",
+    "lora_target_modules", "objective", "reward_shape", "optimal_bonus", "cap_bonus",
 )  # fmt: skip
 MAPS_JUDGED = 20  # of many maps, in the evaluations between steps (of the CSV's own, at the end too)
 
@@ -356,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_arguments(training, model_config)
     output_dir = Path(training.output_dir)
     trains = script.check != "only"
-    if trains and training.resume_from_checkpoint == "auto":
+    if trains and training.resume_from_checkpoint:
         check_same_run(output_dir, (script, training, model_config), SAME_ON_RESUME)
     if trains and training.resume_from_checkpoint == "auto" and (output_dir / EVALUATION_FILE).exists():
         print(f"{output_dir} holds a finished run:\n{(output_dir / 'result.txt').read_text()}", end="")

@@ -12,7 +12,7 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import ExportableState
 
 from llm_policy.frozen_lake import ACTIONS, Grid, acting_states, default_horizon, lake_mdp
-from llm_policy.mdp import optimal_actions, optimal_q
+from llm_policy.mdp import OPTIMAL_PERCENT, optimal_actions, optimal_q
 from llm_policy.plots import policy_figure
 from llm_policy.policy_table import AGREEMENT_GAMMA, PolicyReader, PolicyScore, score_policy
 from llm_policy.run_files import write_whole
@@ -41,7 +41,7 @@ def policy_verdict(policies_SA: Sequence[np.ndarray], grids: Sequence[Grid], sco
     summary = f"{right}/{states} states, {percent:.0f} % of optimal"
     if np.ptp(rows_NA, axis=1).max() < 1e-9:  # so does a model count that says nothing readable
         return f"uniformly random in every state ({summary})"
-    if percent >= 99.95:
+    if percent >= OPTIMAL_PERCENT:
         return f"learned: {summary}"
     chosen_A = np.bincount(rows_NA.argmax(1), minlength=len(ACTIONS))
     habit, times = ACTIONS[int(chosen_A.argmax())], int(chosen_A.max())
@@ -108,7 +108,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         due = self.evaluate_steps and state.global_step % self.evaluate_steps == 0
         if due or state.global_step == state.max_steps:
             scores = self.evaluate(state.global_step)
-            is_optimal = min(s.percent_of_optimal for s in scores) >= 99.95
+            is_optimal = min(s.percent_of_optimal for s in scores) >= OPTIMAL_PERCENT
             self.optimal_evaluations = self.optimal_evaluations + 1 if is_optimal else 0
             if self.stop_when in ("optimal", "either") and self.optimal_evaluations >= STEADY_EVALUATIONS:
                 self.has_stopped = True
