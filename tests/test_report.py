@@ -72,11 +72,17 @@ def test_ablation_table(results):
 
 
 def test_maps_table(results):
-    write_seed(results / "random_maps_dry/seed-1", 0.5)
-    assert report.maps_table(report.training_results()).splitlines()[4] == (
-        "| [random_maps_dry](results/random_maps_dry) | trained, greedy | **50.0** (50.0) | **0.5000** (0.5000) "
-        "| 9.0 of 11.0 | 2 | 4 |"
-    )
+    for seed, success in ((1, 0.5), (2, 0.7)):
+        folder = results / f"random_maps_dry/seed-{seed}"
+        write_seed(folder, success)
+        evaluation = json.loads((folder / "evaluation.json").read_text())
+        others = (("untrained, greedy", 0.01), ("shortest path", 0.2), ("best constant action", 0.1))
+        evaluation["policies"] += [policy(name, value, 1) for name, value in others]
+        (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    assert report.maps_table(report.training_results()).splitlines()[2:] == [
+        "| [random_maps_dry](results/random_maps_dry) | **60.0** (50.0, 70.0) | 1.0 | 20.0 | 10.0 | 1.4 | 0.8235 "
+        "| 9.0, 9.0 of 11.0 | 2, 2 | 4, 4 |"
+    ]
 
 
 def test_speed_table(results):
