@@ -21,7 +21,7 @@ NOT_SLIPPERY = "Not slippery: you always move as chosen."
 # Warm start and nothing else: what a well-formed reply looks like. It repeats the observation and names no action.
 THOUGHT = "I am at row {row}, column {column}."
 
-OBSERVATIONS = ("grid", "coordinates", "neighbours", "original")
+OBSERVATIONS = ("grid", "coordinates", "neighbours", "spaced", "original")
 
 # The original's prompt, rebuilt from what is known of it (README, LOG.md): the agent's place is nothing but a colour
 # code, the ice is not said to be slippery, and the three examples answer RIGHT, DOWN, DOWN where the expert goes LEFT,
@@ -43,17 +43,20 @@ def observation_text(grid: Grid, state: int, observation: str = "coordinates") -
 
     Args:
         observation: `grid` shows the map with the agent as A; `coordinates` puts row and column (from 0) above it;
-            `neighbours` adds what lies one step away in each direction; `original` marks the agent's cell with an ANSI
-            colour, as Gymnasium's text rendering does.
+            `neighbours` adds what lies one step away in each direction; `spaced` is that with a space between cells,
+            so that each is one token (a tokenizer makes SF, HF of SFHF and H, FF, F of HFFF, which hides the columns);
+            `original` marks the agent's cell with an ANSI colour, as Gymnasium's text rendering does.
     """
     if observation not in OBSERVATIONS:
         raise InputError(f"--observation {observation!r}: expected one of {', '.join(OBSERVATIONS)}")
     row, column = divmod(state, len(grid[0]))
     agent = f"\x1b[41m{grid[row][column]}\x1b[0m" if observation == "original" else "A"
     lines = [line[:column] + agent + line[column + 1 :] if r == row else line for r, line in enumerate(grid)]
-    if observation in ("coordinates", "neighbours"):
+    if observation == "spaced":
+        lines = [" ".join(line) for line in lines]
+    if observation in ("coordinates", "neighbours", "spaced"):
         lines.insert(0, f"You are at row {row}, column {column}.")
-    if observation == "neighbours":
+    if observation in ("neighbours", "spaced"):
         lines.append(", ".join(f"{name}: {_neighbour(grid, row, column, a)}" for a, name in enumerate(ACTIONS)) + ".")
     return "\n".join(lines)
 

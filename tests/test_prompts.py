@@ -64,6 +64,11 @@ def test_neighbours(state, line):
     assert observation_text(GRID, state, "neighbours").splitlines()[-1] == line
 
 
+def test_spaced_is_neighbours_with_cells_apart():
+    text = observation_text(("SFHF", "FFFH"), 5, "spaced")
+    assert text == "You are at row 1, column 1.\nS F H F\nF A F H\nLEFT: ice, DOWN: edge, RIGHT: ice, UP: ice."
+
+
 def test_maps_need_not_be_square():
     assert observation_text(("SFH", "FFG"), 4) == "You are at row 1, column 1.\nSFH\nFAG"
 
