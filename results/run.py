@@ -37,6 +37,11 @@ def main() -> int:
     parser.add_argument("--config", help="YAML file for the script (train_script.py: configs/laptop.yaml by default)")
     parser.add_argument("--expert", help="options of llm_policy.expert_q: the run's own CSV, made first, not committed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="fresh seeds, not those of tuning")
+    parser.add_argument(
+        "--share_untrained", action="store_true",
+        help="judge the untrained model in the first seed only: no seed changes its greedy answers. The minutes of the "
+        "others lack it",
+    )  # fmt: skip
     parser.add_argument("flags", nargs="*", help="after --: flags for the script")
     arguments = parser.parse_args()
     target = ROOT / "results" / arguments.name
@@ -56,6 +61,10 @@ def main() -> int:
         command = [
             sys.executable, arguments.script, "--seed", str(seed), "--output_dir", str(run.relative_to(ROOT)), *flags,
         ]  # fmt: skip
+        untrained = run.parent / f"seed-{arguments.seeds[0]}" / "untrained.json"
+        if arguments.share_untrained and untrained.exists() and not (run / untrained.name).exists():
+            run.mkdir(parents=True, exist_ok=True)
+            shutil.copy(untrained, run)
         started, was_finished = time.perf_counter(), (run / "evaluation.json").exists()
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
         if not was_finished:  # minutes of all parts of a run that was interrupted
