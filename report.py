@@ -125,7 +125,7 @@ def maps_table(results: dict[str, list[dict]]) -> str:
         if not name.startswith(MAPS):
             continue
         trained = [s["policies"]["trained, greedy"] for s in seeds]
-        percents = [f"{np.mean([s['policies'][p]['percent_of_optimal'] for s in seeds]):.1f}" for p in others]
+        percents = [f"{_percent_of_optimal(seeds, policy):.1f}" for policy in others]
         states = ", ".join(f"{row['optimal_states']:.1f}" for row in trained)
         steps = ", ".join(str(s["metrics"][-1]["step"]) for s in seeds)
         minutes = ", ".join(f"{s['minutes']:.0f}" for s in seeds)
@@ -135,6 +135,13 @@ def maps_table(results: dict[str, list[dict]]) -> str:
             f"| {states} of {trained[0]['acting_states']:.1f} | {steps} | {minutes} |"
         )
     return "\n".join(lines)
+
+
+def _percent_of_optimal(seeds: list[dict], beginning: str) -> float:
+    """Mean over seeds. By the beginning of the name, for behind it stands which constant action, if maps share it."""
+    return np.mean(
+        [row["percent_of_optimal"] for s in seeds for name, row in s["policies"].items() if name.startswith(beginning)]
+    )
 
 
 def _config(command: list[str]) -> str | None:

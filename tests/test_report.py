@@ -76,7 +76,7 @@ def test_maps_table(results):
         folder = results / f"random_maps_dry/seed-{seed}"
         write_seed(folder, success)
         evaluation = json.loads((folder / "evaluation.json").read_text())
-        others = (("untrained, greedy", 0.01), ("shortest path", 0.2), ("best constant action", 0.1))
+        others = (("untrained, greedy", 0.01), ("shortest path", 0.2), ("best constant action (LEFT)", 0.1))
         evaluation["policies"] += [policy(name, value, 1) for name, value in others]
         (folder / "evaluation.json").write_text(json.dumps(evaluation))
     assert report.maps_table(report.training_results()).splitlines()[2:] == [
