@@ -13,6 +13,7 @@ checkpoint was written: the same command with --resume_from_checkpoint auto goes
 """
 
 import json
+import random
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -34,7 +36,7 @@ from llm_policy.checkpoints import COMPLETE_MARK, latest_checkpoint, remove_inco
 from llm_policy.diagnostics import STOP_CONDITIONS, MetricsFile, PolicyDiagnostics, policy_verdict
 from llm_policy.errors import EXIT_INPUT_ERROR, InputError, check_at_least, check_choices, run_script
 from llm_policy.expert_q import read_expert_csv
-from llm_policy.frozen_lake import ACTIONS, Grid, random_grids, shortest_path_policy
+from llm_policy.frozen_lake import ACTIONS, Grid, shortest_path_policy
 from llm_policy.grpo import OBJECTIVES, PolicyTrainer
 from llm_policy.linter import lint
 from llm_policy.models import ROOT, load_model, load_tokenizer
@@ -65,7 +67,7 @@ TRL_CHOICES = {
 # What a run cannot go on with otherwise; steps, intervals and the like may change on the way.
 SAME_ON_RESUME = (
     "model_name_or_path", "seed", "expert_csv", "is_slippery", "observation", "lora_r", "lora_alpha",
-    "lora_target_modules", "objective", "reward_shape", "optimal_bonus", "cap_bonus",
+    "lora_target_modules", "objective", "reward_shape", "optimal_bonus", "cap_bonus", "test_maps", "test_map_seed",
 )  # fmt: skip
 MAPS_JUDGED = 20  # of many maps, in the evaluations between steps (of the CSV's own, at the end too)
 
@@ -112,9 +114,11 @@ class ScriptArguments:
     )
     test_maps: int = field(
         default=0,
-        metadata={"help": "Judge on so many random maps that are not in the CSV; 0: on the CSV's own."},
+        metadata={
+            "help": "Hold out so many of the CSV's maps, drawn at random, and judge on them; 0: on those trained on."
+        },
     )
-    test_map_seed: int = field(default=1, metadata={"help": "Of the test maps."})
+    test_map_seed: int = field(default=1, metadata={"help": "Of the draw of test maps."})
     check: str = field(
         default="stop",
         metadata={
@@ -254,14 +258,18 @@ def disk_errors() -> Iterator[None]:
 # The job ---------------------------------------------------------------------------------------------------------
 
 
-def judged_grids(table, script: ScriptArguments) -> list[Grid]:
-    """The maps of the final table: `test_maps` new ones of the size of the CSV's first, or the CSV's own."""
-    own = list(dict.fromkeys(table["grid"]))
+def held_out(table, script: ScriptArguments) -> tuple[pd.DataFrame, list[Grid]]:
+    """Rows to train on and the maps of the final table: `test_maps` of the CSV's, their rows left out, or its first."""
+    grids = list(dict.fromkeys(table["grid"]))
     if not script.test_maps:
-        return own[:MAPS_JUDGED]
-    drawn = random_grids(script.test_maps + len(own), len(own[0]), script.test_map_seed)
-    seen = set(own)
-    return [grid for grid in drawn if grid not in seen][: script.test_maps]
+        return table, grids[:MAPS_JUDGED]
+    if script.test_maps >= len(grids):
+        raise InputError(
+            f"--test_maps {script.test_maps}: {script.expert_csv} has {len(grids)} maps, and one must be left to "
+            "train on; name fewer or make a CSV with more (python -m llm_policy.expert_q --random_maps)"
+        )
+    tested = random.Random(script.test_map_seed).sample(grids, script.test_maps)
+    return table[~table["grid"].isin(tested)].reset_index(drop=True), tested
 
 
 def check_data(
@@ -363,8 +371,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     resume = prepare_output_dir(output_dir, training.resume_from_checkpoint) if trains else None
     table = read_expert_csv(script.expert_csv)
-    grids = judged_grids(table, script)
     print(f"{script.expert_csv}: {table['count'].sum()} rows, {len(table)} states, {table['grid'].nunique()} maps")
+    table, grids = held_out(table, script)
+    if script.test_maps:
+        print(f"{script.test_maps} maps held out, {len(table)} states to train on")
 
     steps_per_batch = training.steps_per_generation * training.num_iterations // training.gradient_accumulation_steps
     stop = StopOnSignal(max(1, steps_per_batch))

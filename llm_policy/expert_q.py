@@ -2,7 +2,7 @@
 
     python -m llm_policy.expert_q --output expert_demos_batched_avg_q.csv --overwrite    the committed file, bit for bit
     python -m llm_policy.expert_q --map 8x8 --output lake_8x8.csv
-    python -m llm_policy.expert_q --random_maps 2000 --rows states --output lakes.csv    many maps, each state once
+    python -m llm_policy.expert_q --random_maps 2200 --rows states --output lakes.csv    many maps, each state once
     python -m llm_policy.expert_q --method q_learning --output learned.csv               learned instead of computed
 
 Columns: state,state_str,action,action_text,q_value_left,q_value_down,q_value_right,q_value_up,reward,next_state,done,

@@ -21,7 +21,7 @@ from llm_policy.errors import InputError, run_script
 from llm_policy.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
 from llm_policy.models import ROOT, load_model, load_tokenizer
 from llm_policy.run_files import resolved_config
-from train_script import GRPO_FOLDER, WARM_START_FOLDER, main, parse_arguments
+from train_script import GRPO_FOLDER, WARM_START_FOLDER, ScriptArguments, held_out, main, parse_arguments
 
 LAPTOP = str(ROOT / "configs/laptop.yaml")
 CSV = ROOT / "expert_demos_batched_avg_q.csv"
@@ -325,17 +325,32 @@ def test_check_only_trains_nothing(more, code, words, places, tmp_path, capsys):
     assert main(small_run(places / "model", places / "other", "--check", "only", *more)) == code  # another run's folder
 
 
-def test_many_maps_judged_on_new_ones(taught, tmp_path, capsys):
+def test_many_maps_judged_on_those_held_out(taught, tmp_path, capsys):
     lakes, out = tmp_path / "lakes.csv", tmp_path / "out"
     write_expert_csv(ExpertOptions(random_maps=5, rows="states", output=str(lakes)))
     more = ("--expert_csv", lakes, "--test_maps", "3", "--optimal_bonus", "1", "--check", "warn")
     assert main(small_run(taught("llama"), out, *more)) == 0
-    assert "5 maps" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "5 maps" in printed
+    assert "3 maps held out" in printed
+    assert "test maps are training maps" not in printed  # the linter's rule
     evaluation = json.loads((out / "evaluation.json").read_text())
     assert evaluation["maps"] == 3
-    assert tuple(evaluation["map"]) not in set(read_expert_csv(lakes)["grid"])
     names = {policy["policy"] for policy in evaluation["policies"]}
     assert {"optimal", "uniform random", "untrained, greedy", "trained, greedy", "shortest path"} <= names
+
+
+def test_maps_held_out_are_not_trained_on(tmp_path):
+    lakes = tmp_path / "lakes.csv"
+    write_expert_csv(ExpertOptions(random_maps=20, rows="states", output=str(lakes)))
+    table = read_expert_csv(lakes)
+    for seed in (1, 2):
+        rows, tested = held_out(table, ScriptArguments(test_maps=6, test_map_seed=seed))
+        assert len(set(tested)) == 6
+        assert set(rows["grid"]) == set(table["grid"]) - set(tested)
+        assert list(rows.index) == list(range(len(rows)))
+        assert tested == held_out(table, ScriptArguments(test_maps=6, test_map_seed=seed))[1]
+    assert tested != held_out(table, ScriptArguments(test_maps=6, test_map_seed=1))[1]
 
 
 BAD_INPUT = [
@@ -360,6 +375,7 @@ BAD_INPUT = [
     (["--stop_when", "bored"], "--stop_when 'bored': expected one of optimal, collapsed, either, never"),
     (["--check", "maybe"], "--check 'maybe': expected one of stop, warn, only"),
     (["--test_maps", "-1"], "--test_maps -1: expected an integer of at least 0"),
+    (["--test_maps", "1"], "has 1 maps, and one must be left to train on"),
     (["--warm_start_steps", "0"], "--warm_start_steps 0: expected an integer of at least 1"),
     (["--evaluate_steps", "-1"], "--evaluate_steps -1: expected an integer of at least 0"),
     (["--max_steps", "0"], "--max_steps: expected at least 1"),
