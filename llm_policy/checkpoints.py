@@ -34,14 +34,18 @@ def written_whole(checkpoint: Path) -> Iterator[None]:
 
 def latest_checkpoint(output_dir: Path) -> Path | None:
     """The complete checkpoint with the most steps, or None."""
-    marks = output_dir.glob(f"checkpoint-*/{COMPLETE_MARK}")
-    steps_of = {mark.parent: mark.parent.name.removeprefix("checkpoint-") for mark in marks}
-    numbered = [path for path, steps in steps_of.items() if steps.isdecimal()]  # not a copy under a name of one's own
-    return max(numbered, key=lambda path: int(steps_of[path]), default=None)
+    complete = {steps: path for steps, path in _numbered(output_dir).items() if (path / COMPLETE_MARK).exists()}
+    return complete[max(complete)] if complete else None
 
 
 def remove_incomplete(output_dir: Path) -> None:
     """Delete what a kill left half written."""
-    for path in output_dir.glob("checkpoint-*"):
+    for path in _numbered(output_dir).values():
         if not (path / COMPLETE_MARK).exists():
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _numbered(output_dir: Path) -> dict[int, Path]:
+    """Steps -> checkpoint folder, without copies under a name of one's own."""
+    steps_of = {path: path.name.removeprefix("checkpoint-") for path in output_dir.glob("checkpoint-*")}
+    return {int(steps): path for path, steps in steps_of.items() if steps.isdecimal()}

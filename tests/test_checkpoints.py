@@ -73,7 +73,7 @@ FOLDERS = {
     "the latest is incomplete": (["checkpoint-9"], ["checkpoint-10"], "checkpoint-9"),
     "other folders": (["warm_start"], ["completions"], None),
     # a copy that the user made
-    "a name of one's own": (["checkpoint-9", "checkpoint-9-best"], [], "checkpoint-9"),
+    "a name of one's own": (["checkpoint-9", "checkpoint-9-best"], ["checkpoint-8-copy"], "checkpoint-9"),
 }
 
 
@@ -87,7 +87,7 @@ def test_latest_checkpoint(case, tmp_path):
     assert latest_checkpoint(tmp_path) == (tmp_path / expected if expected else None)
     remove_incomplete(tmp_path)
     kept = {path.name for path in tmp_path.iterdir()}
-    assert kept == set(complete) | {name for name in incomplete if not name.startswith("checkpoint-")}
+    assert kept == set(complete) | {name for name in incomplete if not name.removeprefix("checkpoint-").isdecimal()}
 
 
 def test_a_folder_that_is_not_there_holds_none(tmp_path):
