@@ -69,5 +69,5 @@ def curves_figure(
     axes.set(xlabel=x_label, ylabel=y_label)
     axes.spines[["top", "right"]].set_visible(False)
     if len(curves) > 1:
-        axes.legend(edgecolor="none", fontsize=8)  # filled: it may lie on a reference line
+        axes.legend(edgecolor="none", framealpha=1.0, fontsize=8)  # opaque: it may lie on a reference line
     return figure
