@@ -1,6 +1,6 @@
 """results/*/ -> the README's tables and curve. Reads nothing else, trains nothing.
 
-python report.py            # rewrites the parts of README.md between the markers, and results/learning_curves.png
+python report.py            # rewrites the parts of README.md between the markers, and results/*.png
 python report.py --check    # exit code 1 where the README is not what results/ says
 """
 

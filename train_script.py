@@ -258,7 +258,7 @@ def disk_errors() -> Iterator[None]:
 # The job ---------------------------------------------------------------------------------------------------------
 
 
-def held_out(table, script: ScriptArguments) -> tuple[pd.DataFrame, list[Grid]]:
+def held_out(table: pd.DataFrame, script: ScriptArguments) -> tuple[pd.DataFrame, list[Grid]]:
     """Rows to train on and the maps of the final table: `test_maps` of the CSV's, their rows left out, or its first."""
     grids = list(dict.fromkeys(table["grid"]))
     if not script.test_maps:
