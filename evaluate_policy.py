@@ -15,6 +15,7 @@ from pathlib import Path
 
 import gymnasium
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import HfArgumentParser, PreTrainedModel, set_seed
@@ -42,7 +43,7 @@ from llm_policy.policy_table import (
     score_policy,
     uniform_policy,
 )
-from llm_policy.run_files import RUN_FILE
+from llm_policy.run_files import EVALUATION_FILE, RUN_FILE, write_whole
 from prompts import check_prompt
 
 BASELINES = ("random", "constant:ACTION", "expert", "q-learning", "shortest-path")
@@ -103,11 +104,11 @@ def evaluate_policies(
     Args:
         named_tables: name -> one `policy_SA` a map.
         validities: name -> share of readable completions, for policies that a model gave.
-        horizon_steps: step limit; None takes Gymnasium's for the map's size.
+        horizon_steps: step limit; None takes Gymnasium's for each map's size.
         episodes: simulated per policy, over all maps together.
     """
-    horizon = horizon_steps or default_horizon(grids[0])
-    constants = [best_constant_action(lake_mdp(grid, is_slippery), horizon) for grid in grids]
+    horizons = [horizon_steps or default_horizon(grid) for grid in grids]
+    constants = [best_constant_action(lake_mdp(g, is_slippery), h) for g, h in zip(grids, horizons, strict=True)]
     best_constant = "best constant action" + (f" ({ACTIONS[constants[0]]})" if len(set(constants)) == 1 else "")
     rows = {
         "optimal": [baseline_table("expert", grid, is_slippery) for grid in grids],
@@ -119,10 +120,10 @@ def evaluate_policies(
     evaluated = []
     for name, tables in rows.items():
         validity = (validities or {}).get(name)
-        scores = [score_policy(g, is_slippery, t, horizon, validity) for g, t in zip(grids, tables, strict=True)]
+        on_maps = list(zip(grids, tables, horizons, strict=True))
+        scores = [score_policy(grid, is_slippery, table_SA, h, validity) for grid, table_SA, h in on_maps]
         successes = sum(
-            simulate(g, is_slippery, t, horizon, per_map, seed + m)
-            for m, (g, t) in enumerate(zip(grids, tables, strict=True))
+            simulate(grid, is_slippery, table_SA, h, per_map, seed + m) for m, (grid, table_SA, h) in enumerate(on_maps)
         )
         evaluated.append(EvaluatedPolicy(name, tables, scores, successes, per_map * len(grids)))
     return evaluated
@@ -179,12 +180,13 @@ def simulate(grid: Grid, is_slippery: bool, policy_SA: np.ndarray, horizon_steps
 
 def print_table(evaluated: Sequence[EvaluatedPolicy], title: str) -> str:
     """Print the comparison on the terminal; returns what was printed."""
-    horizon = evaluated[0].scores[0].horizon_steps
+    horizons = sorted({score.horizon_steps for score in evaluated[0].scores})
+    limit = f"{' or '.join(map(str, horizons))} steps"
     table = Table(title=title, title_justify="left")
     table.add_column("policy", no_wrap=True)
     for column in (
         "success",
-        f"in {horizon} steps",
+        f"in {limit}",
         "% of optimal",
         "regret",
         "optimal states",
@@ -208,7 +210,7 @@ def print_table(evaluated: Sequence[EvaluatedPolicy], title: str) -> str:
     console = Console(width=120, record=True)
     console.print(table)
     ceiling = evaluated[0].mean("optimal_at_horizon")
-    console.print(f"The best policy that may count its steps reaches {ceiling:.4f} in {horizon} steps.")
+    console.print(f"The best policy that may count its steps reaches {ceiling:.4f} in {limit}.")
     return console.export_text()
 
 
@@ -228,9 +230,9 @@ def save_evaluation(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(folder / "policy.png", dpi=120)
-        (folder / "evaluation.json").write_text(json.dumps(content, indent=1) + "\n")
+        write_whole(folder / EVALUATION_FILE, json.dumps(content, indent=1) + "\n")
     except OSError as error:
-        raise InputError(f"--output_dir {folder}: cannot be written ({error})") from error
+        raise InputError(f"--output_dir {folder}: cannot be written ({error}); free it, then call again") from error
 
 
 @dataclass
@@ -246,7 +248,9 @@ class EvaluationArguments:
     horizon_steps: int | None = field(default=None, metadata={"help": "Step limit. Default: 100, above 4x4 200."})
     samples_per_state: int = field(default=16, metadata={"help": "Completions per state; 0: greedy only."})
     episodes: int = field(default=1000, metadata={"help": "Simulated episodes beside the exact figures."})
-    max_completion_length: int = field(default=64, metadata={"help": "Tokens a completion may have."})
+    max_completion_length: int | None = field(
+        default=None, metadata={"help": "Tokens a completion may have. Default: the run's, else 64."}
+    )
     dtype: str = field(default="bfloat16", metadata={"help": "Weights: bfloat16, float16 or float32."})
     seed: int = field(default=0, metadata={"help": "Of sampling, simulation and Q-learning."})
     output_dir: str | None = field(default=None, metadata={"help": "Where evaluation.json and policy.png go."})
@@ -263,7 +267,7 @@ class Parser(HfArgumentParser):
 
 
 def run_settings(policies: Sequence[str]) -> dict:
-    """What the first run folder among `policies` was trained on (`map`, `is_slippery`, `observation`), else nothing."""
+    """`map`, `is_slippery`, `observation` and `max_completion_length` of the first run folder among `policies`."""
     for name in policies:
         path = Path(name) / RUN_FILE
         if path.is_file():
@@ -294,16 +298,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"--policies {name}: trained on top of a warm start; judge the run's folder, {Path(name).parent}"
             )
         tokenizer = load_tokenizer(name)
-        reader = PolicyReader(
-            tokenizer,
-            is_slippery,
-            arguments.observation or settings.get("observation", "coordinates"),
-            arguments.max_completion_length,
-        )
-        model = load_model(name, dtype=arguments.dtype)
+        observation = arguments.observation or settings.get("observation", "coordinates")
+        completion_tokens = arguments.max_completion_length or settings.get("max_completion_length", 64)
+        reader = PolicyReader(tokenizer, is_slippery, observation, completion_tokens)
+        model = load_model(name, dtype=arguments.dtype).to("cuda" if torch.cuda.is_available() else "cpu")
         context_tokens = model.config.get_text_config().max_position_embeddings
         first_prompt = reader.prompt(grid, acting_states(grid)[0])
-        check_prompt(first_prompt, tokenizer, context_tokens, arguments.max_completion_length)
+        check_prompt(first_prompt, tokenizer, context_tokens, completion_tokens)
         found, valid = model_policies(model, reader, [grid], name, arguments.samples_per_state)
         tables.update(found)
         validities.update(valid)

@@ -1,11 +1,11 @@
 """Completions and the expert's Q-values of their state -> rewards. Pure functions with TRL's contract.
 
-The seed's reward, which the defaults reproduce:
+The original's reward, which the defaults reproduce:
 
     combined = (format + advantage) / 2,      format in {0, 1}
     advantage = min(1, (Q(a) - Q_min) / (Q_max - Q_min) + optimal_bonus * [a is optimal])
 
-With the cap the bonus does nothing (an optimal action already has 1.0): the seed's text asks for both, so both are
+With the cap the bonus does nothing (an optimal action already has 1.0): the original asks for both, so both are
 options with a name. A completion from which no action can be read has advantage 0.
 """
 
@@ -52,9 +52,9 @@ class AdvantageReward:
     """How the Q-values of a state become rewards for its actions.
 
     Attributes:
-        shape: `minmax` (the seed's), `gap` (sharper near the optimum) or `rank`.
+        shape: `minmax` (the original's), `gap` (sharper near the optimum) or `rank`.
         optimal_bonus: added for an optimal action, in units of the reward.
-        cap_bonus: whether the sum is cut at 1, as in the seed.
+        cap_bonus: whether the sum is cut at 1, as in the original.
     """
 
     shape: str = "minmax"
@@ -73,7 +73,7 @@ class AdvantageReward:
         return np.minimum(rewards_PA, 1.0) if self.cap_bonus else rewards_PA
 
 
-SEED_REWARD = AdvantageReward()
+ORIGINAL_REWARD = AdvantageReward()
 
 
 def format_reward(completions: Sequence, **_) -> list[float]:
@@ -85,7 +85,7 @@ def format_reward(completions: Sequence, **_) -> list[float]:
 
 
 def advantage_reward(
-    completions: Sequence, q_values: Sequence[Sequence[float]], scale: AdvantageReward = SEED_REWARD, **_
+    completions: Sequence, q_values: Sequence[Sequence[float]], scale: AdvantageReward = ORIGINAL_REWARD, **_
 ) -> list[float]:
     """Scaled Q-value of the chosen action; 0.0 where no action can be read.
 
@@ -99,7 +99,7 @@ def advantage_reward(
 
 
 def combined_reward(
-    completions: Sequence, q_values: Sequence[Sequence[float]], scale: AdvantageReward = SEED_REWARD, **_
+    completions: Sequence, q_values: Sequence[Sequence[float]], scale: AdvantageReward = ORIGINAL_REWARD, **_
 ) -> list[float]:
     """Mean of `format_reward` and `advantage_reward`: what GRPO maximises.
 
@@ -108,6 +108,18 @@ def combined_reward(
     """
     pairs = zip(format_reward(completions), advantage_reward(completions, q_values, scale), strict=True)
     return [(form + advantage) / 2 for form, advantage in pairs]
+
+
+def well_formed_rewards(
+    q_values: Sequence[Sequence[float]], scale: AdvantageReward, weights: Sequence[float] = (1.0, 0.0, 0.0)
+) -> np.ndarray:
+    """What a well-formed completion earns for each action, (P, A): the sum of `reward_functions` under `weights`.
+
+    By default the combined reward. With `q_values` [[0.2, 0.4, 0.6, 0.1]]: [[0.6, 0.8, 1.0, 0.5]].
+    """
+    advantages_PA = scale.of_actions(q_values)
+    combined, form, advantage = weights
+    return combined * (1.0 + advantages_PA) / 2 + form + advantage * advantages_PA
 
 
 def reward_functions(scale: AdvantageReward) -> list[Reward]:

@@ -53,7 +53,7 @@ from llm_policy.run_files import (
 )
 from llm_policy.warm_start import join_adapters, sampled_format_validity, teach_format
 from prompts import OBSERVATIONS, Messages, fit_to_template, format_example, policy_messages
-from rewards import REWARD_SHAPES, AdvantageReward, reward_functions
+from rewards import REWARD_SHAPES, AdvantageReward, reward_functions, well_formed_rewards
 
 WARM_STARTS = ("auto", "always", "never")
 CHECKS = ("stop", "warn", "only")
@@ -66,9 +66,11 @@ TRL_CHOICES = {
 }
 # What a run cannot go on with otherwise; steps, intervals and the like may change on the way.
 SAME_ON_RESUME = (
-    "model_name_or_path", "seed", "expert_csv", "is_slippery", "observation", "lora_r", "lora_alpha",
-    "lora_target_modules", "objective", "reward_shape", "optimal_bonus", "cap_bonus", "test_maps", "test_map_seed",
+    "model_name_or_path", "dtype", "seed", "expert_csv", "is_slippery", "observation", "warm_start", "lora_r",
+    "lora_alpha", "lora_target_modules", "use_rslora", "objective", "reward_shape", "optimal_bonus", "cap_bonus",
+    "test_maps", "test_map_seed",
 )  # fmt: skip
+UNJOINABLE = ("use_dora", "lora_modules_to_save", "lora_target_parameters")  # LoRA variants that are no sum of factors
 MAPS_JUDGED = 20  # of many maps, in the evaluations between steps (of the CSV's own, at the end too)
 
 
@@ -88,7 +90,7 @@ class ScriptArguments:
         default="minmax", metadata={"help": f"Q-values to rewards in [0, 1]: {', '.join(REWARD_SHAPES)}."}
     )
     optimal_bonus: float = field(default=0.2, metadata={"help": "Added to the reward of an optimal action."})
-    cap_bonus: bool = field(default=True, metadata={"help": "Cut reward + bonus at 1, as the seed did."})
+    cap_bonus: bool = field(default=True, metadata={"help": "Cut reward + bonus at 1, as the original did."})
     objective: str = field(
         default="grpo", metadata={"help": f"{', '.join(OBJECTIVES)}: see llm_policy/grpo.py, departure 4."}
     )
@@ -144,6 +146,10 @@ class ScriptArguments:
         check_choices(self, choices)
         if self.objective == "expected" and not self.packed:
             raise InputError("--objective expected: needs --packed true; TRL's own pass knows --objective grpo only")
+        if self.stop_when in ("optimal", "either") and self.evaluate_steps == 0:
+            raise InputError(f"--stop_when {self.stop_when}: needs --evaluate_steps of at least 1 to see the optimum")
+        if not 0 < self.warm_start_threshold <= 1:
+            raise InputError(f"--warm_start_threshold {self.warm_start_threshold:g}: expected a share, above 0 up to 1")
         least = {
             "warm_start_steps": 1,
             "warm_start_prompts": 1,
@@ -174,6 +180,12 @@ def check_arguments(training: GRPOConfig, model: ModelConfig) -> None:
     check_choices(training, TRL_CHOICES)
     if not model.use_peft:
         raise InputError("--use_peft false: what is trained and saved here is a LoRA adapter; set use_peft to true")
+    for name in UNJOINABLE:
+        if getattr(model, name):
+            raise InputError(
+                f"--{name} {getattr(model, name)}: warm start and GRPO are joined into one adapter in the end, which "
+                "only plain LoRA on linear layers can be; leave it out"
+            )
     if training.reward_weights is not None and len(training.reward_weights) != len(REWARDS):
         raise InputError(f"--reward_weights {training.reward_weights}: expected one for each of {', '.join(REWARDS)}")
     if training.max_steps == 0 or (training.max_steps < 0 and training.num_train_epochs <= 0):
@@ -362,6 +374,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     hardware = "CUDA" if torch.cuda.is_available() else "no CUDA"
     print(f"{hardware}: {config} with {model_config.model_name_or_path}, seed {training.seed}", flush=True)
     check_arguments(training, model_config)
+    if script.objective == "grpo" and script.action_entropy_coef:
+        print("--action_entropy_coef is of --objective expected and does nothing here; TRL's bonus is --entropy_coef")
     output_dir = Path(training.output_dir)
     trains = script.check != "only"
     if trains and training.resume_from_checkpoint:
@@ -418,7 +432,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if is_clean else EXIT_INPUT_ERROR
     dataset = build_dataset(table, prompts, training)
     reader = PolicyReader(tokenizer, script.is_slippery, script.observation, training.max_completion_length)
-    settings = {"map": list(grids[0]), "is_slippery": script.is_slippery, "observation": script.observation}
+    settings = {
+        "map": list(grids[0]),
+        "is_slippery": script.is_slippery,
+        "observation": script.observation,
+        "max_completion_length": training.max_completion_length,
+    }
     groups = (script, training, model_config)
     write_run_files(output_dir, groups, config, training.seed, settings, "--resume_from_checkpoint auto")
 
@@ -440,7 +459,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     functions = reward_functions(scale)
     if training.reward_weights is None:
         training.reward_weights = [1.0] + [0.0] * (len(functions) - 1)  # the components are logged, the mean is learnt
-    rewards_PA = (1.0 + scale.of_actions(table["q_values"].tolist())) / 2
+
+    def action_rewards(rows: list[dict]) -> np.ndarray:
+        return well_formed_rewards([row["q_values"] for row in rows], scale, training.reward_weights)
+
+    rewards_PA = action_rewards(table.to_dict("records"))
     constant_action = int(rewards_PA.mean(axis=0).argmax())
     trainer = PolicyTrainer(
         model,
@@ -452,7 +475,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         packed=script.packed,
         merged_sampling=script.merged_sampling,
         action_names=ACTIONS,
-        action_rewards=lambda rows: (1.0 + scale.of_actions([row["q_values"] for row in rows])) / 2,
+        action_rewards=action_rewards,
         action_entropy_coef=script.action_entropy_coef,
         guesses=lambda rows: [reader.guess(tuple(row["map"].split("|")), row["state"]) for row in rows],
     )
@@ -515,7 +538,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verdict = f"verdict: {diagnostics.with_collapse(in_words, trainer.state.global_step)} ({steps})"
     print(verdict)
     print(f"saved {output_dir}: adapter, {RUN_FILE}, {CONFIG_FILE}, metrics.jsonl, {EVALUATION_FILE}, policy.png")
-    (output_dir / "result.txt").write_text(f"{summary}{verdict}\n")
+    write_whole(output_dir / "result.txt", f"{summary}{verdict}\n")
     save_evaluation(evaluated, grids, script.is_slippery, output_dir)
     return 0
 

@@ -19,6 +19,7 @@ from llm_policy.run_files import write_whole
 
 STOP_CONDITIONS = ("optimal", "collapsed", "either", "never")
 COLLAPSE_STEPS = 5  # so many steps in a row without a single group that has variance
+DEAD_ENTROPY = 0.05  # nats: below it one action has more than 99 % of the probability
 NEARLY_ALWAYS = 0.8  # share of the states with one action
 STEADY_EVALUATIONS = 2  # so many in a row at the optimum: a state that is right by a hair is wrong after rounding
 
@@ -39,11 +40,14 @@ def policy_verdict(policies_SA: Sequence[np.ndarray], grids: Sequence[Grid], sco
     right, states = sum(s.optimal_states for s in scores), sum(s.acting_states for s in scores)
     percent = float(np.mean([s.percent_of_optimal for s in scores]))
     summary = f"{right}/{states} states, {percent:.0f} % of optimal"
-    if np.ptp(rows_NA, axis=1).max() < 1e-9:  # so does a model count that says nothing readable
+    chooses_N = np.ptp(rows_NA, axis=1) > 1e-9  # a uniform row is a state whose answer could not be read
+    if not chooses_N.any():
         return f"uniformly random in every state ({summary})"
+    if not chooses_N.all():
+        summary += f", {(~chooses_N).sum()} without readable answer"
     if percent >= OPTIMAL_PERCENT:
         return f"learned: {summary}"
-    chosen_A = np.bincount(rows_NA.argmax(1), minlength=len(ACTIONS))
+    chosen_A = np.bincount(rows_NA[chooses_N].argmax(1), minlength=len(ACTIONS))
     habit, times = ACTIONS[int(chosen_A.argmax())], int(chosen_A.max())
     if times == states > 1:
         return f"state-blind: always {habit} ({summary})"
@@ -100,11 +104,13 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         metrics = self.trainer._metrics["train"]
         for name, value in self.reward_lines.items():
             metrics[name].append(value)
-        unanimous = metrics["frac_reward_zero_std"]
-        if unanimous and unanimous[-1] < 1.0:
-            self.unanimous_since = None
-        elif self.unanimous_since is None:
-            self.unanimous_since = state.global_step
+        if metrics["frac_reward_zero_std"]:  # empty where a batch is used again: nothing new is known
+            # The objective `expected` has a gradient in unanimous groups, too, as long as more than one action lives.
+            is_dead = metrics.get("action/entropy", [0.0])[-1] < DEAD_ENTROPY
+            if metrics["frac_reward_zero_std"][-1] < 1.0 or not is_dead:
+                self.unanimous_since = None
+            elif self.unanimous_since is None:
+                self.unanimous_since = state.global_step
         due = self.evaluate_steps and state.global_step % self.evaluate_steps == 0
         if due or state.global_step == state.max_steps:
             scores = self.evaluate(state.global_step)

@@ -41,16 +41,20 @@ class PolicyTrainer(GRPOTrainer):
 
            - sum_a p(a) r(s, a) - action_entropy_coef * H(pi),     pi = p / sum_A p,
 
-       with r the combined reward of a well-formed completion that answers a, and p the model's own probability of
-       the action's string after prompt and thought. What is no action earns nothing, so that probability which leaks
-       to other answers comes back. Its gradient is the mean of the gradients that sampling the answer again and again
-       would give GRPO without reward scaling; hence no sampling noise at the decision and no group without a
-       gradient. All other tokens keep the group advantage. Needs the reward of every action (`action_rewards`).
+       with r the reward of a well-formed completion that answers a, and p the model's own probability of the action's
+       string after prompt and thought. What is no action earns nothing here, not the half that it has for its form, so
+       that probability which leaks to other answers comes back; a readable action in a malformed completion counts
+       like a well-formed one, for form is taught by the other tokens. Under such rewards its gradient is the mean of
+       the gradients that sampling the answer again and again would give GRPO without reward scaling; hence no sampling
+       noise at the decision and no group without a gradient. All other tokens keep the group advantage. Needs the
+       reward of every action (`action_rewards`).
        The equality is one of sums over tokens (loss_type luspo); grpo and dapo divide a sampled term by the number of
        tokens, this one only by the number of completions, so that there it weighs more.
     5. The order of the rows depends on seed and epoch alone, so that a resumed run sees what it would have seen.
     6. Rewards are float64 until they are advantages: the mean of equal ones is then exact, and a unanimous group has no
        variance. In float32 rounding errors of 1e-7 make advantages of 1e-3, and unanimous groups count as varied.
+    7. `frac_reward_zero_std` is the share of groups in which all completions earn the same, under every
+       `scale_rewards`; with "batch" and with normalised rewards TRL logs whether the whole batch does.
     """
 
     def __init__(
@@ -140,11 +144,17 @@ class PolicyTrainer(GRPOTrainer):
         return sampled, None
 
     def _calculate_rewards(self, *arguments, **keywords):
-        return super()._calculate_rewards(*arguments, **keywords).double()
+        rewards_BF = super()._calculate_rewards(*arguments, **keywords).double()
+        reward_B = (rewards_BF * self.reward_weights.to(rewards_BF)).nansum(1)
+        group = self.num_generations if self.model.training else self.num_generations_eval
+        lowest, highest = reward_B.view(-1, group).aminmax(dim=1)
+        self._unanimous_share = (lowest == highest).double().mean().item()
+        return rewards_BF
 
     def _generate_and_score_completions(self, inputs):
         self._guessed_B = self.guesses and self.guesses(inputs)
         output = super()._generate_and_score_completions(inputs)
+        self._metrics["train" if self.model.training else "eval"]["frac_reward_zero_std"][-1] = self._unanimous_share
         output["advantages"] = output["advantages"].float()
         if self.objective == "expected":
             output["action_rewards"] = torch.as_tensor(

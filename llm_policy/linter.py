@@ -160,11 +160,13 @@ def _token_ids(
 
 
 def bellman_residual(table: pd.DataFrame, is_slippery: bool) -> tuple[float, float]:
-    """How badly the table's Q-values obey Q(s,a) = r + gamma E[max Q(s',.)] under these dynamics.
+    """How badly the table's Q-values obey Q(s,a) = c r + gamma E[max Q(s',.)] under these dynamics.
+
+    c is what the goal is worth in the table's units, 1 in Gymnasium's.
 
     Returns:
-        Mean |residual| over the largest |Q|, with the gamma in [0, 1] that fits best, and that gamma. NaN where no
-        state-action pair has all its successors in the table.
+        Mean |residual| over the largest |Q|, with the gamma in [0, 1] and the c that fit best, and that gamma. NaN
+        where no state-action pair has all its successors in the table.
     """
     known, predicted, rewards = [], [], []
     for grid, rows in table.groupby("grid", sort=False):
@@ -183,8 +185,9 @@ def bellman_residual(table: pd.DataFrame, is_slippery: bool) -> tuple[float, flo
     q_N, next_N, reward_N = map(np.concatenate, (known, predicted, rewards))
     if not len(q_N):
         return float("nan"), float("nan")
-    gamma = float(np.clip(next_N @ (q_N - reward_N) / max(next_N @ next_N, 1e-12), 0.0, 1.0))
-    residual = np.abs(reward_N + gamma * next_N - q_N).mean() / max(np.abs(q_N).max(), 1e-12)
+    gamma = float(np.clip(np.linalg.lstsq(np.stack([next_N, reward_N], 1), q_N)[0][0], 0.0, 1.0))
+    goal = reward_N @ (q_N - gamma * next_N) / max(reward_N @ reward_N, 1e-12)
+    residual = np.abs(goal * reward_N + gamma * next_N - q_N).mean() / max(np.abs(q_N).max(), 1e-12)
     return float(residual), gamma
 
 
@@ -222,13 +225,14 @@ def _weak_rewards(table: pd.DataFrame, scale: AdvantageReward) -> list[Finding]:
     """States in which the choice hardly matters, by the Q-values or after the reward's normalisation."""
     q_PA = np.array(table["q_values"].tolist())
     findings = []
-    flat = np.ptp(q_PA, axis=1) <= FLAT * max(np.abs(q_PA).max(), 1e-12)
+    spread_P = np.ptp(q_PA, axis=1)  # where it is zero every action is optimal, and the reward says so
+    flat = (spread_P > OPTIMAL_TOLERANCE) & (spread_P <= FLAT * np.abs(q_PA).max())
     if flat.any():
         findings.append(
             Finding(
                 "flat rows",
                 f"{flat.sum()} of {len(flat)} states, first {table['state_str'][int(flat.argmax())]}: all Q-values "
-                f"within {FLAT:.0%} of the largest; min-max normalisation makes full rewards of such differences",
+                f"within {FLAT:.0%} of the largest; the reward, relative to the state, is not any smaller for that",
             )
         )
     rewards_PA = scale.of_actions(q_PA)

@@ -113,6 +113,7 @@ def join_adapters(base_model: PreTrainedModel, folders: Sequence[Path]) -> PeftM
     model = PeftModel.from_pretrained(base_model, folders[0], adapter_name=names[0])
     for name, folder in zip(names[1:], folders[1:], strict=True):
         model.load_adapter(folder, name)
+    model.peft_config[names[0]].use_rslora = False  # its scaling is in the factors by now, and must not come twice
     model.add_weighted_adapter(names, [1.0] * len(names), "default", combination_type="cat")
     model.set_adapter("default")
     for name in names:

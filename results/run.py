@@ -5,17 +5,20 @@
     python results/run.py --name ablation_kl --seeds 1 2 3 -- --beta 0.1
     python results/run.py --name props_cart_pole --script search_policy.py -- --env_id CartPole-v1
 
-Everything behind `--` goes to the script. A killed call goes on where it stopped. results/NAME/command.txt holds the
-command, seed-N/ holds run.json (commit, versions, hardware), the resolved configuration, metrics.jsonl (a search:
-answers.jsonl), evaluation.json, result.txt, the picture and the minutes of the whole process.
+Everything behind `--` goes to the script. A killed call goes on where it stopped; a call with other seeds adds them.
+results/NAME/command.txt holds the command for all seeds there, seed-N/ holds run.json (commit, versions, hardware),
+the resolved configuration, metrics.jsonl (a search: answers.jsonl), evaluation.json, result.txt, the picture and the
+minutes of the whole process.
 """
 
 import argparse
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -30,7 +33,21 @@ SCRIPTS = {
 }
 
 
-def main() -> int:
+def command_line(arguments: argparse.Namespace, seeds: Sequence[int]) -> str:
+    """The call that runs all of `seeds`: what stands in command.txt."""
+    words = ["python", "results/run.py", "--name", arguments.name]
+    if arguments.script != "train_script.py":
+        words += ["--script", arguments.script]
+    for option in ("config", "expert"):
+        if value := getattr(arguments, option):
+            words += [f"--{option}", value]
+    if arguments.share_untrained:
+        words.append("--share_untrained")
+    words += ["--seeds", *map(str, seeds)]
+    return shlex.join(words + (["--", *arguments.flags] if arguments.flags else []))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", required=True, help="folder under results/ and runs/")
     parser.add_argument("--script", choices=tuple(SCRIPTS), default="train_script.py", help="what is run")
@@ -43,10 +60,17 @@ def main() -> int:
         "others lack it",
     )  # fmt: skip
     parser.add_argument("flags", nargs="*", help="after --: flags for the script")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the minutes are written
     target = ROOT / "results" / arguments.name
     target.mkdir(parents=True, exist_ok=True)
-    (target / "command.txt").write_text(shlex.join(["python", "results/run.py", *sys.argv[1:]]) + "\n")
+    command_file, seeds = target / "command.txt", arguments.seeds
+    if command_file.exists():
+        before = parser.parse_args(shlex.split(command_file.read_text())[2:])
+        if vars(before) | {"seeds": None} != vars(arguments) | {"seeds": None}:
+            parser.error(f"{command_file}: of another command; take another --name, or delete {target}")
+        seeds = list(dict.fromkeys([*before.seeds, *seeds]))
+    command_file.write_text(command_line(arguments, seeds) + "\n")
     options, config = SCRIPTS[arguments.script]
     config = arguments.config or config
     flags = [*options, *(["--config", config] if config else []), *arguments.flags]
@@ -66,12 +90,14 @@ def main() -> int:
             run.mkdir(parents=True, exist_ok=True)
             shutil.copy(untrained, run)
         started, was_finished = time.perf_counter(), (run / "evaluation.json").exists()
-        code = subprocess.run(command, cwd=ROOT, check=False).returncode
-        if not was_finished:  # minutes of all parts of a run that was interrupted
-            run.mkdir(parents=True, exist_ok=True)
-            minutes = run / "minutes.txt"
-            before = float(minutes.read_text()) if minutes.exists() else 0.0
-            minutes.write_text(f"{before + (time.perf_counter() - started) / 60:.2f}\n")
+        try:
+            code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        finally:
+            if not was_finished:  # minutes of all parts of a run that was interrupted
+                run.mkdir(parents=True, exist_ok=True)
+                minutes = run / "minutes.txt"
+                before = float(minutes.read_text()) if minutes.exists() else 0.0
+                minutes.write_text(f"{before + (time.perf_counter() - started) / 60:.2f}\n")
         if code:
             return code
         for name in KEPT:

@@ -60,6 +60,9 @@ VERDICTS = [
     (with_rows(GRID, np.eye(4)[[1] * 10 + [2]]), "nearly state-blind: DOWN in 10 of 11 states (1/11 states"),
     # What a model's policy is when no completion can be read
     (uniform_policy(16), "uniformly random in every state (0/11 states, 2 % of optimal)"),
+    # A uniform row is an answer that could not be read, and no LEFT
+    (with_rows(GRID, [*np.full((10, 4), 0.25), [0, 1, 0, 0]]), "partly learned: 1/11 states, 2 % of optimal, 10 "),
+    (with_rows(GRID, [*np.full((2, 4), 0.25), *np.eye(4)[[0] * 9]]), "nearly state-blind: LEFT in 9 of 11 states"),
     # The expert but for the last two states before the goal
     (with_rows(GRID, [*EXPERT[acting_states(GRID)][:9], *np.eye(4)[[3, 3]]]), "partly learned: 9/11"),
 ]  # fmt: skip
@@ -84,12 +87,17 @@ def test_one_state_cannot_be_state_blind():
 # Collapse ------------------------------------------------------------------------------------------------------
 
 
-def stopped_at(unanimous_shares: list[float], stop_when: str) -> tuple[int | None, str]:
-    """Feed one share of unanimous groups a step; the step at which the run is stopped, and the last verdict."""
+def stopped_at(unanimous_shares: list[float | None], stop_when: str, entropy: float | None = None):
+    """Feed one share of unanimous groups a step; the step at which the run is stopped, and the last verdict.
+
+    None is a step on completions that the step before has trained on already.
+    """
     trainer = SimpleNamespace(_metrics={"train": {"frac_reward_zero_std": [], "reward/random": []}})
     diagnostics = PolicyDiagnostics(trainer, None, [GRID], 0, stop_when, {"reward/random": 0.7})
     for step, share in enumerate(unanimous_shares, start=1):
-        trainer._metrics["train"]["frac_reward_zero_std"].append(share)
+        trainer._metrics["train"]["frac_reward_zero_std"] = [] if share is None else [share]
+        if entropy is not None:
+            trainer._metrics["train"]["action/entropy"] = [entropy]
         control = SimpleNamespace(should_training_stop=False)
         diagnostics.on_step_end(None, SimpleNamespace(global_step=step, max_steps=1000), control)
         if control.should_training_stop:
@@ -119,6 +127,16 @@ def test_collapse(shares, stop_when, step, words):
     assert stopped == step
     assert words in verdict
     assert ("collapsed" in verdict) == ("since" in words)
+
+
+def test_steps_on_completions_used_before_say_nothing_new():
+    assert stopped_at([0.5] + [None] * 20, "collapsed") == (None, "partly learned")
+    assert stopped_at([1.0] + [None] * 20, "collapsed")[0] == 1 + COLLAPSE_STEPS
+
+
+def test_the_expected_objective_collapses_with_its_action_entropy_only():
+    assert stopped_at([1.0] * 20, "collapsed", entropy=0.2) == (None, "partly learned")
+    assert stopped_at([1.0] * 20, "collapsed", entropy=0.001)[0] == 1 + COLLAPSE_STEPS
 
 
 def test_a_learned_policy_agrees_and_has_not_collapsed():

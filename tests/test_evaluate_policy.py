@@ -131,6 +131,12 @@ def test_several_maps_are_averaged():
     assert judged[2].name == "best constant action"
 
 
+def test_each_map_has_the_step_limit_of_its_size():
+    judged = evaluate_policies({}, [GRID, CANONICAL_GRIDS["8x8"]], True, episodes=2)
+    assert [score.horizon_steps for score in judged[0].scores] == [100, 200]
+    assert "in 100 or 200 steps" in " ".join(print_table(judged, "two lakes").split())
+
+
 def test_greedy_and_sampled_policies_of_a_model():
     class Reader:
         def policies(self, model, grids, samples=0):

@@ -9,7 +9,7 @@ from llm_policy.linter import bellman_residual, lint
 from llm_policy.mdp import optimal_q
 from llm_policy.models import load_tokenizer
 from prompts import fit_to_template, policy_messages
-from rewards import SEED_REWARD, AdvantageReward
+from rewards import ORIGINAL_REWARD, AdvantageReward
 
 GRID = CANONICAL_GRIDS["4x4"]
 LOUD = AdvantageReward("minmax", 1.0, cap_bonus=False)
@@ -105,6 +105,16 @@ def test_bellman_residual(made_for, gamma):
     assert bellman_residual(table, not made_for)[0] > 0.05
 
 
+@pytest.mark.parametrize("goal", [0.1, 10.0, 100.0])
+@pytest.mark.parametrize("is_slippery", [True, False])
+def test_the_goal_may_be_worth_anything(goal, is_slippery, tokenizers):
+    table = table_of(is_slippery=is_slippery)
+    table["q_values"] = [[goal * q for q in row] for row in table["q_values"]]
+    assert bellman_residual(table, is_slippery) == pytest.approx((0.0, 0.99), abs=1e-6)
+    other = rules_of(tokenizers["llama"], table, is_slippery=not is_slippery)
+    assert other["wrong dynamics"]
+
+
 def test_a_table_without_successors_has_no_residual():
     assert np.isnan(bellman_residual(table_of().iloc[:1], True)[0])
 
@@ -140,12 +150,14 @@ def test_flat_rows(tokenizers):
     found = {f.rule: f for f in findings_of(tokenizers["llama"], table)}
     assert not found["flat rows"].is_error
     assert found["flat rows"].message.startswith("1 of 11 states, first SFFF|AHFH|FFFH|HFFG")
+    table.at[4, "q_values"] = [0.5] * 4  # every action is optimal, and is rewarded so
+    assert "flat rows" not in rules_of(tokenizers["llama"], table)
 
 
 def test_near_ties_of_the_deterministic_lake(tokenizers):
     """facts.md 2, point 3: on 7 of its 11 states three of four actions earn at least .94."""
     dry = table_of(is_slippery=False)
-    found = {f.rule: f for f in findings_of(tokenizers["llama"], dry, is_slippery=False, scale=SEED_REWARD)}
+    found = {f.rule: f for f in findings_of(tokenizers["llama"], dry, is_slippery=False, scale=ORIGINAL_REWARD)}
     assert set(found) == {"near ties", "flat rows"}
     assert not found["near ties"].is_error
     assert "near ties" not in rules_of(tokenizers["llama"], dry, is_slippery=False, scale=LOUD)

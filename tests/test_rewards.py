@@ -1,4 +1,4 @@
-"""The seed's numbers, completion by completion, and what constant policies earn."""
+"""The original's numbers, completion by completion, and what constant policies earn."""
 
 import numpy as np
 import pytest
@@ -7,13 +7,14 @@ from llm_policy.errors import InputError
 from llm_policy.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states, lake_mdp
 from llm_policy.mdp import greedy_policy, optimal_q, state_visits
 from rewards import (
+    ORIGINAL_REWARD,
     REWARD_SHAPES,
-    SEED_REWARD,
     AdvantageReward,
     advantage_reward,
     combined_reward,
     format_reward,
     reward_functions,
+    well_formed_rewards,
 )
 
 Q_VALUES = [0.2, 0.4, 0.6, 0.1]  # LEFT, DOWN, RIGHT (best), UP (worst)
@@ -56,8 +57,8 @@ def test_the_seeds_rewards(completion, form, advantage, combined):
 
 SHAPES = [
     # reward, Q-values -> reward of LEFT, DOWN, RIGHT, UP
-    # The seed: the bonus is cut off at 1, so that it does nothing
-    (SEED_REWARD, Q_VALUES, [0.2, 0.6, 1.0, 0.0]),
+    # The original: the bonus is cut off at 1, so that it does nothing
+    (ORIGINAL_REWARD, Q_VALUES, [0.2, 0.6, 1.0, 0.0]),
     (AdvantageReward(optimal_bonus=0.0), Q_VALUES, [0.2, 0.6, 1.0, 0.0]),
     # Without the cap it is there
     (AdvantageReward(cap_bonus=False), Q_VALUES, [0.2, 0.6, 1.2, 0.0]),
@@ -67,15 +68,15 @@ SHAPES = [
     # ... also where the CSV's rounding parts them
     (AdvantageReward(cap_bonus=False), [0.5, 0.5 - 1e-8, 0.3, 0.1], [1.2, 1.2, 0.5, 0.0]),
     # All Q-values equal, or equal but for rounding: every action is optimal
-    (SEED_REWARD, [0.3] * 4, [1.0] * 4),
-    (SEED_REWARD, [0.0] * 4, [1.0] * 4),
+    (ORIGINAL_REWARD, [0.3] * 4, [1.0] * 4),
+    (ORIGINAL_REWARD, [0.0] * 4, [1.0] * 4),
     (AdvantageReward(cap_bonus=False), [0.3] * 4, [1.2] * 4),
     (AdvantageReward(cap_bonus=False), [0.3, 0.3, 0.3 + 1e-10, 0.3 - 1e-10], [1.2] * 4),
     # Negative Q-values, as on CliffWalking
-    (SEED_REWARD, [-13.0, -11.0, -12.0, -15.0], [0.5, 1.0, 0.75, 0.0]),
-    (SEED_REWARD, [-1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.5, 0.5]),
+    (ORIGINAL_REWARD, [-13.0, -11.0, -12.0, -15.0], [0.5, 1.0, 0.75, 0.0]),
+    (ORIGINAL_REWARD, [-1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.5, 0.5]),
     # Whole numbers
-    (SEED_REWARD, [0, 1, 2, 4], [0.0, 0.25, 0.5, 1.0]),
+    (ORIGINAL_REWARD, [0, 1, 2, 4], [0.0, 0.25, 0.5, 1.0]),
     # Gap: exp(-10 * relative loss)
     (AdvantageReward("gap"), [1.0, 0.95, 0.9, 0.0], [1.0, np.exp(-0.5), np.exp(-1.0), np.exp(-10.0)]),
     (AdvantageReward("gap"), [-1.0, -1.1, -2.0, -1.0], [1.0, np.exp(-1.0), np.exp(-10.0), 1.0]),
@@ -151,12 +152,21 @@ def test_reward_functions_take_what_trl_passes():
         assert all(type(value) is float for value in earned)
 
 
+@pytest.mark.parametrize("weights", [(1, 0, 0), (0, 1, 0), (0, 0.5, 0.5), (2, 0.1, 3)])
+def test_well_formed_rewards_are_what_the_functions_earn_together(weights):
+    functions = reward_functions(LOUD := AdvantageReward("minmax", 1.0, cap_bonus=False))
+    replies = [reply(action) for action in ("LEFT", "DOWN", "RIGHT", "UP")]
+    earned_FA = [function(completions=replies, q_values=[Q_VALUES] * 4) for function in functions]
+    expected_A = np.array(weights) @ np.array(earned_FA)
+    assert well_formed_rewards([Q_VALUES], LOUD, weights) == pytest.approx(expected_A[None])
+
+
 def test_each_completion_is_judged_by_its_own_row():
     rows = [[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]
     assert advantage_reward([reply("LEFT")] * 2, rows) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("function", reward_functions(SEED_REWARD))
+@pytest.mark.parametrize("function", reward_functions(ORIGINAL_REWARD))
 def test_no_completions_no_rewards(function):
     assert function(completions=[], q_values=[]) == []
 

@@ -125,6 +125,7 @@ def test_run_json(finished_run):
     run = json.loads((out / "run.json").read_text())
     assert (run["config"], run["seed"], run["observation"]) == ("laptop.yaml", 0, "coordinates")
     assert (run["map"], run["is_slippery"]) == (["SFFF", "FHFH", "FFFH", "HFFG"], True)
+    assert run["max_completion_length"] == 32
     assert run["versions"]["torch"] == torch.__version__
     assert len(run["commit"]) in (len("unknown"), 40)
 
@@ -185,7 +186,9 @@ def test_a_finished_run_is_shown_again_and_not_trained(finished_run, capsys):
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == files
 
 
-@pytest.mark.parametrize("other", [("--seed", "99"), ("--lora_r", "3"), ("--observation", "grid")])
+@pytest.mark.parametrize(
+    "other", [("--seed", "99"), ("--lora_r", "3"), ("--observation", "grid"), ("--warm_start", "never")]
+)
 def test_another_run_is_not_gone_on_with(finished_run, other):
     _, out, arguments = finished_run
     config = (out / "resolved_config.yaml").read_text()
@@ -196,7 +199,7 @@ def test_another_run_is_not_gone_on_with(finished_run, other):
 
 def test_evaluate_policy_reads_the_run(finished_run, capsys):
     _, out, _ = finished_run
-    arguments = ["--samples_per_state", "0", "--max_completion_length", "32", "--dtype", "float32", "--episodes", "10"]
+    arguments = ["--samples_per_state", "0", "--dtype", "float32", "--episodes", "10"]
     assert evaluate_policy.main(["--policies", str(out), *arguments, "--output_dir", str(out / "again")]) == 0
     again = json.loads((out / "again/evaluation.json").read_text())["policies"][-1]
     first = json.loads((out / "evaluation.json").read_text())["policies"][4]
@@ -378,6 +381,10 @@ BAD_INPUT = [
     (["--test_maps", "1"], "has 1 maps, and one must be left to train on"),
     (["--warm_start_steps", "0"], "--warm_start_steps 0: expected an integer of at least 1"),
     (["--evaluate_steps", "-1"], "--evaluate_steps -1: expected an integer of at least 0"),
+    (["--evaluate_steps", "0", "--stop_when", "optimal"], "--stop_when optimal: needs --evaluate_steps of at least 1"),
+    (["--warm_start_threshold", "90"], "--warm_start_threshold 90: expected a share, above 0 up to 1"),
+    (["--use_dora", "true"], "--use_dora True: warm start and GRPO are joined into one adapter"),
+    (["--lora_modules_to_save", "lm_head"], "--lora_modules_to_save ['lm_head']: warm start and GRPO are joined"),
     (["--max_steps", "0"], "--max_steps: expected at least 1"),
     (["--objective", "expected", "--packed", "false"], "--packed true"),
     (["--use_peft", "false"], "--use_peft"),

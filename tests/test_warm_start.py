@@ -1,12 +1,13 @@
 import pytest
 import torch
+from peft import PeftModel
 from tiny_policies import adapter_weights, add_random_adapter, random_policy, tokenizer_of
 
 from llm_policy import warm_start
 from llm_policy.completions import parse_completion
 from llm_policy.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
 from llm_policy.policy_table import PolicyReader
-from llm_policy.warm_start import sampled_format_validity, teach_format
+from llm_policy.warm_start import join_adapters, sampled_format_validity, teach_format
 
 GRID = CANONICAL_GRIDS["4x4"]
 CELLS = [(GRID, state) for state in acting_states(GRID)]
@@ -133,6 +134,23 @@ def test_it_ends_at_the_threshold_at_its_limit_or_when_asked(monkeypatch):
     assert report["format_validity"] == 0.0
     report, _ = taught(max_steps=20, should_stop=lambda: True)
     assert report["steps"] == 1
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_joined_adapters_do_what_they_do_one_on_top_of_the_other(parts, use_rslora, tmp_path):
+    model, folders = random_policy("llama"), []
+    ids = torch.tensor([[5, 9, 2, 7]])
+    for part in range(parts):
+        folders.append(tmp_path / str(part))
+        adapted = add_random_adapter(model, r=4, use_rslora=use_rslora)
+        adapted.save_pretrained(folders[-1])
+        model = adapted.merge_and_unload()
+    joined = join_adapters(random_policy("llama"), folders)
+    torch.testing.assert_close(joined(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    joined.save_pretrained(tmp_path / "joined")
+    loaded = PeftModel.from_pretrained(random_policy("llama"), tmp_path / "joined")
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 # (texts in turn, share in form)
