@@ -41,11 +41,17 @@ def seeds_of(folder: Path) -> list[dict]:
                     "command": shlex.split((folder / "command.txt").read_text()),
                     "policies": {policy["policy"]: policy for policy in evaluation["policies"]},
                     "metrics": [json.loads(line) for line in (seed / "metrics.jsonl").read_text().splitlines()],
-                    "verdict": (seed / "result.txt").read_text().strip().splitlines()[-1].removeprefix("verdict: "),
+                    "verdict": _verdict(seed / "result.txt"),
                     "minutes": float((seed / "minutes.txt").read_text()),
                 }
             )
     return found
+
+
+def _verdict(file: Path) -> str:
+    """The last line without its label, and without the counts of steps in brackets, which have a column."""
+    line = file.read_text().strip().splitlines()[-1].removeprefix("verdict: ")
+    return re.sub(r" \(warm start \d+ steps, GRPO \d+\)$", "", line)
 
 
 def training_results() -> dict[str, list[dict]]:
@@ -95,8 +101,9 @@ def _greedy(seeds: list[dict]) -> tuple[list[dict], str, str]:
 def ablation_table(results: dict[str, list[dict]]) -> str:
     """What one change does, from this repository's configuration and from the original's: one value a seed."""
     lines = [
-        "| change | success, no step limit | optimal states | first at the optimum, step | steps | worst seed |",
-        "|---|---|---|---|---|---|",
+        "| change | success, no step limit | optimal states | first at the optimum, step | steps | minutes "
+        "| worst seed |",
+        "|---|---|---|---|---|---|---|",
     ]
     for base, config in ABLATED.items():
         rows = {f"*{base}, unchanged*": results[base]} if base in results else {}
@@ -107,8 +114,10 @@ def ablation_table(results: dict[str, list[dict]]) -> str:
             trained, states, worst = _greedy(seeds)
             first = ", ".join(str(_first_optimum(s["metrics"])) for s in seeds)
             steps = ", ".join(str(s["metrics"][-1]["step"]) for s in seeds)
+            minutes = ", ".join(f"{s['minutes']:.0f}" for s in seeds)
             lines.append(
-                f"| {label} | {_values(trained, 'success_probability')} | {states} | {first} | {steps} | {worst} |"
+                f"| {label} | {_values(trained, 'success_probability')} | {states} | {first} | {steps} | {minutes} "
+                f"| {worst} |"
             )
     return "\n".join(lines)
 

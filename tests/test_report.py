@@ -25,7 +25,7 @@ def write_seed(folder, success: float, is_slippery: bool = True) -> None:
     (folder / "evaluation.json").write_text(json.dumps({"is_slippery": is_slippery, "policies": policies}))
     steps = [{"step": 1, "seconds": 30.0}, {"step": 2, "seconds": 60.0, "policy/success_probability": success}]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
-    (folder / "result.txt").write_text(f"a table\nverdict: says {success}\n")
+    (folder / "result.txt").write_text(f"a table\nverdict: says {success} (warm start 5 steps, GRPO 30)\n")
     (folder / "minutes.txt").write_text("4.25\n")
     if not (folder.parent / "command.txt").exists():
         (folder.parent / "command.txt").write_text(f"python results/run.py --name {folder.parent.name}\n")
@@ -65,9 +65,11 @@ def test_ablation_table(results):
     metrics = results / "canonical_slippery/seed-1/metrics.jsonl"
     metrics.write_text(metrics.read_text() + json.dumps({"step": 5, "policy/percent_of_optimal": 100.0}) + "\n")
     assert report.ablation_table(report.training_results()).splitlines()[2:] == [
-        "| *canonical_slippery, unchanged* | **0.6000** (0.8000, 0.4000) | 9, 9 of 11 | 5, never | 5, 2 | says 0.4 |",
-        "| [`--kl 1 --beta 2`](results/ablation_kl) | **0.3000** (0.3000) | 9 of 11 | never | 2 | says 0.3 |",
-        "| [`--prompt 1 --beta 2`](results/ablation_prompt) | **0.3000** (0.3000) | 9 of 11 | never | 2 | says 0.3 |",
+        "| *canonical_slippery, unchanged* | **0.6000** (0.8000, 0.4000) | 9, 9 of 11 | 5, never | 5, 2 | 4, 4 "
+        "| says 0.4 |",
+        "| [`--kl 1 --beta 2`](results/ablation_kl) | **0.3000** (0.3000) | 9 of 11 | never | 2 | 4 | says 0.3 |",
+        "| [`--prompt 1 --beta 2`](results/ablation_prompt) | **0.3000** (0.3000) | 9 of 11 | never | 2 | 4 "
+        "| says 0.3 |",
     ]
 
 
