@@ -1,6 +1,6 @@
 """Adapter, model or baseline -> policy table -> exact success beside the optimum, a table, JSON and a picture.
 
-    python evaluate_policy.py --policies runs/laptop                    # a run's adapter, on the run's own map
+    python evaluate_policy.py --policies runs/laptop                    # a run's adapter, on the run's own map or maps
     python evaluate_policy.py --policies random constant:LEFT expert q-learning
     python evaluate_policy.py --policies google/gemma-2b-it --map 8x8 --samples_per_state 16
 
@@ -242,7 +242,10 @@ class EvaluationArguments:
     policies: list[str] = field(
         metadata={"help": f"Run folders, model names or paths, GGUF files, or baselines: {', '.join(BASELINES)}."}
     )
-    map: str | None = field(default=None, metadata={"help": "4x4, 8x8 or a text file. Default: the run's, else 4x4."})
+    map: str | None = field(
+        default=None,
+        metadata={"help": "4x4, 8x8 or a text file. Default: the run's maps, else 4x4."},
+    )
     is_slippery: bool | None = field(default=None, metadata={"help": "Slippery ice? Default: the run's, else true."})
     observation: str | None = field(default=None, metadata={"help": "As in training. Default: the run's."})
     horizon_steps: int | None = field(default=None, metadata={"help": "Step limit. Default: 100, above 4x4 200."})
@@ -267,7 +270,7 @@ class Parser(HfArgumentParser):
 
 
 def run_settings(policies: Sequence[str]) -> dict:
-    """`map`, `is_slippery`, `observation` and `max_completion_length` of the first run folder among `policies`."""
+    """`maps`, `is_slippery`, `observation` and `max_completion_length` of the first run folder among `policies`."""
     for name in policies:
         path = Path(name) / RUN_FILE
         if path.is_file():
@@ -285,13 +288,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unknown arguments: {' '.join(unknown)}")
     set_seed(arguments.seed)
     settings = run_settings(arguments.policies)
-    grid = read_grid(arguments.map) if arguments.map else tuple(settings.get("map", read_grid("4x4")))
+    grids = [tuple(rows.split("|")) for rows in settings.get("maps", [])]
+    if arguments.map or not grids:
+        grids = [read_grid(arguments.map or "4x4")]
     is_slippery = settings.get("is_slippery", True) if arguments.is_slippery is None else arguments.is_slippery
     tables: dict[str, list[np.ndarray]] = {}
     validities: dict[str, float] = {}
     for name in arguments.policies:
         if is_baseline(name):
-            tables[name] = [baseline_table(name, grid, is_slippery, arguments.seed)]
+            tables[name] = [baseline_table(name, grid, is_slippery, arguments.seed) for grid in grids]
             continue
         if (Path(name).parent / "warm_start").is_dir():
             raise InputError(
@@ -303,18 +308,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         reader = PolicyReader(tokenizer, is_slippery, observation, completion_tokens)
         model = load_model(name, dtype=arguments.dtype).to("cuda" if torch.cuda.is_available() else "cpu")
         context_tokens = model.config.get_text_config().max_position_embeddings
-        first_prompt = reader.prompt(grid, acting_states(grid)[0])
+        first_prompt = reader.prompt(grids[0], acting_states(grids[0])[0])
         check_prompt(first_prompt, tokenizer, context_tokens, completion_tokens)
-        found, valid = model_policies(model, reader, [grid], name, arguments.samples_per_state)
+        found, valid = model_policies(model, reader, grids, name, arguments.samples_per_state)
         tables.update(found)
         validities.update(valid)
     evaluated = evaluate_policies(
-        tables, [grid], is_slippery, validities=validities, horizon_steps=arguments.horizon_steps,
+        tables, grids, is_slippery, validities=validities, horizon_steps=arguments.horizon_steps,
         episodes=arguments.episodes, seed=arguments.seed,
     )  # fmt: skip
-    print_table(evaluated, f"FrozenLake {'|'.join(grid)}, {'slippery' if is_slippery else 'not slippery'}")
+    where = "|".join(grids[0]) if len(grids) == 1 else f"{len(grids)} maps"
+    print_table(evaluated, f"FrozenLake {where}, {'slippery' if is_slippery else 'not slippery'}")
     if arguments.output_dir:
-        save_evaluation(evaluated, [grid], is_slippery, Path(arguments.output_dir))
+        save_evaluation(evaluated, grids, is_slippery, Path(arguments.output_dir))
         print(f"saved {arguments.output_dir}/evaluation.json and policy.png")
     return 0
 

@@ -433,7 +433,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     dataset = build_dataset(table, prompts, training)
     reader = PolicyReader(tokenizer, script.is_slippery, script.observation, training.max_completion_length)
     settings = {
-        "map": list(grids[0]),
+        "maps": ["|".join(grid) for grid in grids],
         "is_slippery": script.is_slippery,
         "observation": script.observation,
         "max_completion_length": training.max_completion_length,

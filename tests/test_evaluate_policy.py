@@ -149,8 +149,8 @@ def test_greedy_and_sampled_policies_of_a_model():
 
 
 def test_run_settings(tmp_path):
-    (tmp_path / "run.json").write_text('{"map": ["SG"], "is_slippery": false}')
-    assert run_settings(["random", str(tmp_path / "nowhere"), str(tmp_path)]) == {"map": ["SG"], "is_slippery": False}
+    (tmp_path / "run.json").write_text('{"maps": ["SG"], "is_slippery": false}')
+    assert run_settings(["random", str(tmp_path / "nowhere"), str(tmp_path)]) == {"maps": ["SG"], "is_slippery": False}
     assert run_settings(["random"]) == {}
 
 
@@ -235,7 +235,7 @@ def places(tmp_path_factory):
     for name in ("empty", "run"):
         (tmp / name).mkdir()
     (tmp / "file.txt").write_text("kept")
-    (tmp / "run" / "run.json").write_text('{"map":')
+    (tmp / "run" / "run.json").write_text('{"maps":')
     return tmp
 
 

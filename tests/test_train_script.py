@@ -124,7 +124,7 @@ def test_run_json(finished_run):
     _, out, _ = finished_run
     run = json.loads((out / "run.json").read_text())
     assert (run["config"], run["seed"], run["observation"]) == ("laptop.yaml", 0, "coordinates")
-    assert (run["map"], run["is_slippery"]) == (["SFFF", "FHFH", "FFFH", "HFFG"], True)
+    assert (run["maps"], run["is_slippery"]) == (["SFFF|FHFH|FFFH|HFFG"], True)
     assert run["max_completion_length"] == 32
     assert run["versions"]["torch"] == torch.__version__
     assert len(run["commit"]) in (len("unknown"), 40)
@@ -341,6 +341,22 @@ def test_many_maps_judged_on_those_held_out(taught, tmp_path, capsys):
     assert evaluation["maps"] == 3
     names = {policy["policy"] for policy in evaluation["policies"]}
     assert {"optimal", "uniform random", "untrained, greedy", "trained, greedy", "shortest path"} <= names
+    # Judged again, on the same three maps
+    arguments = [
+        "--samples_per_state",
+        "0",
+        "--dtype",
+        "float32",
+        "--episodes",
+        "3",
+        "--output_dir",
+        str(out / "again"),
+    ]
+    assert evaluate_policy.main(["--policies", str(out), *arguments, "--output_dir", str(out / "again")]) == 0
+    again = json.loads((out / "again/evaluation.json").read_text())
+    assert again["maps"] == 3
+    before = next(policy for policy in evaluation["policies"] if policy["policy"] == "trained, greedy")
+    assert again["policies"][-1]["success_probability"] == pytest.approx(before["success_probability"])
 
 
 def test_maps_held_out_are_not_trained_on(tmp_path):
