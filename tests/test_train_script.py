@@ -342,16 +342,7 @@ def test_many_maps_judged_on_those_held_out(taught, tmp_path, capsys):
     names = {policy["policy"] for policy in evaluation["policies"]}
     assert {"optimal", "uniform random", "untrained, greedy", "trained, greedy", "shortest path"} <= names
     # Judged again, on the same three maps
-    arguments = [
-        "--samples_per_state",
-        "0",
-        "--dtype",
-        "float32",
-        "--episodes",
-        "3",
-        "--output_dir",
-        str(out / "again"),
-    ]
+    arguments = ["--samples_per_state", "0", "--dtype", "float32", "--episodes", "3"]
     assert evaluate_policy.main(["--policies", str(out), *arguments, "--output_dir", str(out / "again")]) == 0
     again = json.loads((out / "again/evaluation.json").read_text())
     assert again["maps"] == 3
