@@ -288,6 +288,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"unknown arguments: {' '.join(unknown)}")
     set_seed(arguments.seed)
     settings = run_settings(arguments.policies)
+    if settings and "maps" not in settings and not arguments.map:
+        raise InputError(f"--policies {' '.join(arguments.policies)}: run.json names no map; give --map")
     grids = [tuple(rows.split("|")) for rows in settings.get("maps", [])]
     if arguments.map or not grids:
         grids = [read_grid(arguments.map or "4x4")]

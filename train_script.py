@@ -68,7 +68,7 @@ TRL_CHOICES = {
 SAME_ON_RESUME = (
     "model_name_or_path", "dtype", "seed", "expert_csv", "is_slippery", "observation", "warm_start", "lora_r",
     "lora_alpha", "lora_target_modules", "use_rslora", "objective", "reward_shape", "optimal_bonus", "cap_bonus",
-    "test_maps", "test_map_seed",
+    "reward_weights", "multi_objective_aggregation", "test_maps", "test_map_seed",
 )  # fmt: skip
 UNJOINABLE = ("use_dora", "lora_modules_to_save", "lora_target_parameters")  # LoRA variants that are no sum of factors
 MAPS_JUDGED = 20  # of many maps, in the evaluations between steps (of the CSV's own, at the end too)

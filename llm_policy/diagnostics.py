@@ -106,7 +106,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
             metrics[name].append(value)
         if metrics["frac_reward_zero_std"]:  # empty where a batch is used again: nothing new is known
             # The objective `expected` has a gradient in unanimous groups, too, as long as more than one action lives.
-            is_dead = metrics.get("action/entropy", [0.0])[-1] < DEAD_ENTROPY
+            is_dead = np.mean(metrics.get("action/entropy") or 0.0) < DEAD_ENTROPY
             if metrics["frac_reward_zero_std"][-1] < 1.0 or not is_dead:
                 self.unanimous_since = None
             elif self.unanimous_since is None:

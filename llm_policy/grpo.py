@@ -234,7 +234,7 @@ class PolicyTrainer(GRPOTrainer):
         self._branches = [Branch(i, span.start, name) for i, span in answers for name in self.action_token_ids]
         try:
             loss = super()._compute_loss(model, inputs)
-            if answers:
+            if self.objective == "expected":
                 loss = loss + self._expected_loss(inputs, answers)
         finally:
             self._skipped_B, self._branches, self._branch_log_probabilities = None, [], []
@@ -259,16 +259,22 @@ class PolicyTrainer(GRPOTrainer):
 
     def _expected_loss(self, inputs, answers) -> torch.Tensor:
         """- (sum_a p(a) r(a) + entropy bonus), averaged over the completions of the batch."""
-        log_probabilities_NA = torch.stack([b.sum() for b in self._branch_log_probabilities]).view(len(answers), -1)
+        log_probabilities_NA = inputs["action_rewards"].new_empty(0, len(self.action_token_ids))
+        if answers:
+            log_probabilities_NA = torch.stack([b.sum() for b in self._branch_log_probabilities]).view(len(answers), -1)
         probabilities_NA = log_probabilities_NA.exp()
         rewards_NA = inputs["action_rewards"][[i for i, _ in answers]]
         expected_N = (probabilities_NA * rewards_NA).sum(1)
         log_policy_NA = log_probabilities_NA.log_softmax(dim=1)
         entropy_N = -(log_policy_NA.exp() * log_policy_NA).sum(1)
         mode = "train" if self.model.training else "eval"
-        self._metrics[mode]["action/expected_reward"].append(expected_N.mean().item())
-        self._metrics[mode]["action/entropy"].append(entropy_N.mean().item())
-        self._metrics[mode]["action/legal_probability"].append(probabilities_NA.sum(1).mean().item())
+        count = expected_N.new_tensor(len(answers))
+        sums = torch.stack([expected_N.sum(), entropy_N.sum(), probabilities_NA.sum(), count]).detach()
+        *sums, count = self.accelerator.reduce(sums).tolist()  # over all processes: each must stop where the others do
+        names = ("action/expected_reward", "action/entropy", "action/legal_probability")
+        for name, value in zip(names, sums, strict=True):
+            if count:
+                self._metrics[mode][name].append(value / count)
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1
         total = expected_N.sum() + self.action_entropy_coef * entropy_N.sum()
         return -total / len(inputs["completion_ids"]) / accumulation

@@ -232,7 +232,7 @@ def _weak_rewards(table: pd.DataFrame, scale: AdvantageReward) -> list[Finding]:
             Finding(
                 "flat rows",
                 f"{flat.sum()} of {len(flat)} states, first {table['state_str'][int(flat.argmax())]}: all Q-values "
-                f"within {FLAT:.0%} of the largest; the reward, relative to the state, is not any smaller for that",
+                f"within {FLAT:.0%} of the largest; the reward is relative to the state and pays in full for them",
             )
         )
     rewards_PA = scale.of_actions(q_PA)

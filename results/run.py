@@ -47,6 +47,16 @@ def command_line(arguments: argparse.Namespace, seeds: Sequence[int]) -> str:
     return shlex.join(words + (["--", *arguments.flags] if arguments.flags else []))
 
 
+def run_to_its_end(command: Sequence[str]) -> int:
+    """The exit code of `command`. SIGTERM is handed on: the run writes its checkpoint and leaves."""
+    child = subprocess.Popen(command, cwd=ROOT)
+    before = signal.signal(signal.SIGTERM, lambda *_: child.send_signal(signal.SIGTERM))
+    try:
+        return child.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", required=True, help="folder under results/ and runs/")
@@ -61,15 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("flags", nargs="*", help="after --: flags for the script")
     arguments = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the minutes are written
     target = ROOT / "results" / arguments.name
     target.mkdir(parents=True, exist_ok=True)
     command_file, seeds = target / "command.txt", arguments.seeds
     if command_file.exists():
-        before = parser.parse_args(shlex.split(command_file.read_text())[2:])
-        if vars(before) | {"seeds": None} != vars(arguments) | {"seeds": None}:
+        kept = parser.parse_args(shlex.split(command_file.read_text())[2:])
+        if vars(kept) | {"seeds": None} != vars(arguments) | {"seeds": None}:
             parser.error(f"{command_file}: of another command; take another --name, or delete {target}")
-        seeds = list(dict.fromkeys([*before.seeds, *seeds]))
+        seeds = list(dict.fromkeys([*kept.seeds, *seeds]))
     command_file.write_text(command_line(arguments, seeds) + "\n")
     options, config = SCRIPTS[arguments.script]
     config = arguments.config or config
@@ -85,13 +94,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = [
             sys.executable, arguments.script, "--seed", str(seed), "--output_dir", str(run.relative_to(ROOT)), *flags,
         ]  # fmt: skip
-        untrained = run.parent / f"seed-{arguments.seeds[0]}" / "untrained.json"
+        untrained = run.parent / f"seed-{seeds[0]}" / "untrained.json"
         if arguments.share_untrained and untrained.exists() and not (run / untrained.name).exists():
             run.mkdir(parents=True, exist_ok=True)
             shutil.copy(untrained, run)
         started, was_finished = time.perf_counter(), (run / "evaluation.json").exists()
         try:
-            code = subprocess.run(command, cwd=ROOT, check=False).returncode
+            code = run_to_its_end(command)
         finally:
             if not was_finished:  # minutes of all parts of a run that was interrupted
                 run.mkdir(parents=True, exist_ok=True)

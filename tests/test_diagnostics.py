@@ -87,7 +87,7 @@ def test_one_state_cannot_be_state_blind():
 # Collapse ------------------------------------------------------------------------------------------------------
 
 
-def stopped_at(unanimous_shares: list[float | None], stop_when: str, entropy: float | None = None):
+def stopped_at(unanimous_shares: list[float | None], stop_when: str, entropies: list[float] | None = None):
     """Feed one share of unanimous groups a step; the step at which the run is stopped, and the last verdict.
 
     None is a step on completions that the step before has trained on already.
@@ -96,8 +96,8 @@ def stopped_at(unanimous_shares: list[float | None], stop_when: str, entropy: fl
     diagnostics = PolicyDiagnostics(trainer, None, [GRID], 0, stop_when, {"reward/random": 0.7})
     for step, share in enumerate(unanimous_shares, start=1):
         trainer._metrics["train"]["frac_reward_zero_std"] = [] if share is None else [share]
-        if entropy is not None:
-            trainer._metrics["train"]["action/entropy"] = [entropy]
+        if entropies is not None:  # one a micro-batch
+            trainer._metrics["train"]["action/entropy"] = entropies
         control = SimpleNamespace(should_training_stop=False)
         diagnostics.on_step_end(None, SimpleNamespace(global_step=step, max_steps=1000), control)
         if control.should_training_stop:
@@ -135,8 +135,8 @@ def test_steps_on_completions_used_before_say_nothing_new():
 
 
 def test_the_expected_objective_collapses_with_its_action_entropy_only():
-    assert stopped_at([1.0] * 20, "collapsed", entropy=0.2) == (None, "partly learned")
-    assert stopped_at([1.0] * 20, "collapsed", entropy=0.001)[0] == 1 + COLLAPSE_STEPS
+    assert stopped_at([1.0] * 20, "collapsed", [0.4, 0.001]) == (None, "partly learned")
+    assert stopped_at([1.0] * 20, "collapsed", [0.002, 0.001])[0] == 1 + COLLAPSE_STEPS
 
 
 def test_a_learned_policy_agrees_and_has_not_collapsed():

@@ -220,6 +220,7 @@ BAD_INPUT = [
     (["--policies", "{tmp}/nowhere"], "{tmp}/nowhere: no such folder"),
     (["--policies", "{tmp}/empty"], "{tmp}/empty: is an empty folder"),
     (["--policies", "{tmp}/run"], "{tmp}/run/run.json: is no JSON"),
+    (["--policies", "{tmp}/old"], "--policies {tmp}/old: run.json names no map; give --map"),
     (["--policies", "{tmp}/model", "--dtype", "int3"], "'int3'"),
     (["--policies", "{tmp}/model", "--observation", "pixels"], "--observation 'pixels'"),
     (["--policies", "{tmp}/model", "--max_completion_length", "500"], "context of 512 tokens"),
@@ -236,6 +237,8 @@ def places(tmp_path_factory):
         (tmp / name).mkdir()
     (tmp / "file.txt").write_text("kept")
     (tmp / "run" / "run.json").write_text('{"maps":')
+    (tmp / "old").mkdir()
+    (tmp / "old" / "run.json").write_text('{"map": ["SG"], "is_slippery": false}')
     return tmp
 
 

@@ -244,12 +244,15 @@ def test_a_unanimous_group_has_no_variance_however_its_reward_rounds(kind, tmp_p
     assert (min(shares) == 1.0) == (kind is PolicyTrainer)
 
 
-@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
-def test_unanimous_groups_are_counted_whatever_the_scaling(scale_rewards, tmp_path):
+SCALINGS = [{"scale_rewards": name} for name in ("group", "batch", "none")]
+
+
+@pytest.mark.parametrize("options", [*SCALINGS, {"multi_objective_aggregation": "normalize_then_sum"}])
+def test_unanimous_groups_are_counted_whatever_the_scaling(options, tmp_path):
     """TRL's trainer looks at the whole batch where it scales by it."""
-    rewards = [(reward,) * GROUP for reward in (0.0, 0.5, 1.0)]
-    *_, log = trained(PolicyTrainer, "llama", tmp_path, rewards=rewards, scale_rewards=scale_rewards)
-    assert log["frac_reward_zero_std"] == 1.0
+    rewards = [(0.0,) * GROUP, (*[1.0] * (GROUP - 1), 0.0), (1.0,) * GROUP]
+    *_, log = trained(PolicyTrainer, "llama", tmp_path, rewards=rewards, **options)
+    assert log["frac_reward_zero_std"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])

@@ -1,5 +1,9 @@
 import importlib.util
-import subprocess
+import os
+import signal
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +20,7 @@ def started(tmp_path, monkeypatch):
     """Commands that were started; each leaves an evaluation, as a finished run does."""
     commands = []
 
-    def run(command, cwd, check):
+    def run(command):
         commands.append(command)
         if "--output_dir" in command:
             folder = tmp_path / command[command.index("--output_dir") + 1]
@@ -24,10 +28,11 @@ def started(tmp_path, monkeypatch):
             (folder / "evaluation.json").write_text("{}")
             if not (folder / "untrained.json").exists():
                 (folder / "untrained.json").write_text(f"judged by {folder.name}")
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
     monkeypatch.setattr(results_run, "ROOT", tmp_path)
-    monkeypatch.setattr(results_run.subprocess, "run", run)
+    monkeypatch.setattr(results_run, "run_to_its_end", run)
+    monkeypatch.setattr(results_run.subprocess, "run", lambda command, **_: run(command))  # the expert's CSV
     return commands
 
 
@@ -61,16 +66,36 @@ def test_the_command_says_all_that_was_asked_for(started, tmp_path):
     command = (tmp_path / "results/maps/command.txt").read_text()
     assert results_run.shlex.split(command) == ["python", "results/run.py", *options, "--seeds", "1", "2"]
     assert started[0][1:5] == ["-m", "llm_policy.expert_q", "--random_maps", "9"]
-    assert (tmp_path / "runs/maps/seed-2/untrained.json").read_text() == "judged by seed-1"
+    results_run.main([*options, "--seeds", "3"])
+    judged = [(tmp_path / f"runs/maps/seed-{seed}/untrained.json").read_text() for seed in (2, 3)]
+    assert judged == ["judged by seed-1"] * 2
 
 
 def test_the_minutes_of_a_part_that_was_interrupted_count(started, tmp_path, monkeypatch):
-    def interrupted(*_, **__):
+    def interrupted(_command):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(results_run.subprocess, "run", interrupted)
+    monkeypatch.setattr(results_run, "run_to_its_end", interrupted)
     clock = iter([0.0, 90.0])
     monkeypatch.setattr(results_run.time, "perf_counter", lambda: next(clock))
     with pytest.raises(KeyboardInterrupt):
         results_run.main(KL)
     assert (tmp_path / "runs/kl/seed-4/minutes.txt").read_text() == "1.50\n"
+
+
+def test_sigterm_reaches_the_run_which_ends_as_it_wants(tmp_path):
+    ready = tmp_path / "ready"
+    child = (
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        f"pathlib.Path({str(ready)!r}).touch()\n"
+        "time.sleep(60)\n"
+    )
+
+    def terminate_when_ready():
+        while not ready.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=terminate_when_ready).start()
+    assert results_run.run_to_its_end([sys.executable, "-c", child]) == 75

@@ -187,7 +187,14 @@ def test_a_finished_run_is_shown_again_and_not_trained(finished_run, capsys):
 
 
 @pytest.mark.parametrize(
-    "other", [("--seed", "99"), ("--lora_r", "3"), ("--observation", "grid"), ("--warm_start", "never")]
+    "other",
+    [
+        ("--seed", "99"),
+        ("--lora_r", "3"),
+        ("--observation", "grid"),
+        ("--warm_start", "never"),
+        ("--multi_objective_aggregation", "normalize_then_sum"),
+    ],
 )
 def test_another_run_is_not_gone_on_with(finished_run, other):
     _, out, arguments = finished_run

@@ -143,7 +143,7 @@ def test_joined_adapters_do_what_they_do_one_on_top_of_the_other(parts, use_rslo
     ids = torch.tensor([[5, 9, 2, 7]])
     for part in range(parts):
         folders.append(tmp_path / str(part))
-        adapted = add_random_adapter(model, r=4, use_rslora=use_rslora)
+        adapted = add_random_adapter(model, seed=part, r=4, use_rslora=use_rslora)
         adapted.save_pretrained(folders[-1])
         model = adapted.merge_and_unload()
     joined = join_adapters(random_policy("llama"), folders)
