@@ -38,7 +38,7 @@ def policy_verdict(policies_SA: Sequence[np.ndarray], grids: Sequence[Grid], sco
     """One line about greedy policies: random, learned, state-blind or nearly so, or how far it came."""
     rows_NA = np.concatenate([p[acting_states(g)] for p, g in zip(policies_SA, grids, strict=True)])
     right, states = sum(s.optimal_states for s in scores), sum(s.acting_states for s in scores)
-    percent = float(np.mean([s.percent_of_optimal for s in scores]))
+    percent = max(0.0, float(np.mean([s.percent_of_optimal for s in scores])))  # rounding makes -1e-17 of nothing
     summary = f"{right}/{states} states, {percent:.0f} % of optimal"
     chooses_N = np.ptp(rows_NA, axis=1) > 1e-9  # a uniform row is a state whose answer could not be read
     if not chooses_N.any():
