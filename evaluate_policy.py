@@ -232,7 +232,9 @@ def save_evaluation(
         figure.savefig(folder / "policy.png", dpi=120)
         write_whole(folder / EVALUATION_FILE, json.dumps(content, indent=1) + "\n")
     except OSError as error:
-        raise InputError(f"--output_dir {folder}: cannot be written ({error}); free it, then call again") from error
+        raise InputError(
+            f"--output_dir {folder}: cannot be written ({error}); make room, or name another folder"
+        ) from error
 
 
 @dataclass

@@ -111,11 +111,11 @@ def combined_reward(
 
 
 def well_formed_rewards(
-    q_values: Sequence[Sequence[float]], scale: AdvantageReward, weights: Sequence[float] = (1.0, 0.0, 0.0)
+    q_values: Sequence[Sequence[float]], scale: AdvantageReward, weights: Sequence[float]
 ) -> np.ndarray:
     """What a well-formed completion earns for each action, (P, A): the sum of `reward_functions` under `weights`.
 
-    By default the combined reward. With `q_values` [[0.2, 0.4, 0.6, 0.1]]: [[0.6, 0.8, 1.0, 0.5]].
+    With `q_values` [[0.2, 0.4, 0.6, 0.1]] and weights (1, 0, 0), the combined reward alone: [[0.6, 0.8, 1.0, 0.5]].
     """
     advantages_PA = scale.of_actions(q_values)
     combined, form, advantage = weights

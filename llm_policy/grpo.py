@@ -91,6 +91,7 @@ class PolicyTrainer(GRPOTrainer):
         self.action_entropy_coef = action_entropy_coef
         self.guesses = guesses
         self._guessed_B: list[list[int]] | None = None  # for the rows that are being sampled
+        self._unanimous_share = 0.0  # of the groups that were rewarded last
         self.action_token_ids = action_token_ids(self._tokenizer, action_names) if objective == "expected" else []
         self._merged = merged_sampling and MergedCopy.is_possible(self.model)
         self._merged_copy: MergedCopy | None = None

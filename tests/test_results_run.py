@@ -12,6 +12,11 @@ SPEC = importlib.util.spec_from_file_location("results_run", Path(__file__).pare
 results_run = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(results_run)
 
+COMMANDS = sorted(  # without those of benchmarks
+    path.parent
+    for path in (Path(__file__).parent.parent / "results").glob("*/command.txt")
+    if "results/run.py" in path.read_text()
+)
 KL = ["--name", "kl", "--seeds", "4", "5", "--", "--beta", "0.1"]
 
 
@@ -69,6 +74,18 @@ def test_the_command_says_all_that_was_asked_for(started, tmp_path):
     results_run.main([*options, "--seeds", "3"])
     judged = [(tmp_path / f"runs/maps/seed-{seed}/untrained.json").read_text() for seed in (2, 3)]
     assert judged == ["judged by seed-1"] * 2
+
+
+@pytest.mark.parametrize("folder", COMMANDS, ids=[folder.name for folder in COMMANDS])
+def test_the_committed_commands_run_their_seeds_again(folder, started, tmp_path):
+    command = results_run.shlex.split((folder / "command.txt").read_text())
+    kept = tmp_path / "results" / folder.name / "command.txt"
+    kept.parent.mkdir(parents=True)
+    kept.write_text((folder / "command.txt").read_text())
+    assert results_run.main(command[2:]) == 0
+    assert sorted(results_run.shlex.split(kept.read_text())) == sorted(command)
+    seeds = {path.name for path in folder.glob("seed-*")}
+    assert {call[call.index("--output_dir") + 1].split("/")[-1] for call in started if "--seed" in call} == seeds
 
 
 def test_the_minutes_of_a_part_that_was_interrupted_count(started, tmp_path, monkeypatch):
