@@ -38,6 +38,7 @@ from llm_policy.policy_table import (
     AGREEMENT_GAMMA,
     PolicyReader,
     PolicyScore,
+    action_letters,
     best_constant_action,
     constant_policy,
     score_policy,
@@ -76,8 +77,16 @@ class EvaluatedPolicy:
         return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
 
     def as_dict(self) -> dict:
+        """Means over the maps, and of each map what it takes to see where the policy errs."""
         numbers = [k for k, v in self.scores[0].as_dict().items() if v is not None]
         low, high = self.simulated_interval
+        if len(self.tables) == 1:
+            details = {"policy_SA": self.tables[0].round(6).tolist()}
+        else:
+            details = {
+                "percents_of_optimal": [round(score.percent_of_optimal, 2) for score in self.scores],
+                "actions": [action_letters(table_SA) for table_SA in self.tables],
+            }
         return {
             "policy": self.name,
             "maps": len(self.scores),
@@ -85,7 +94,7 @@ class EvaluatedPolicy:
             "simulated_success": self.simulated_successes / self.simulated_episodes,
             "simulated_interval": [low, high],
             "simulated_episodes": self.simulated_episodes,
-            "policy_SA": self.tables[0].round(6).tolist(),
+            **details,
         }
 
 
@@ -217,16 +226,26 @@ def print_table(evaluated: Sequence[EvaluatedPolicy], title: str) -> str:
 def save_evaluation(
     evaluated: Sequence[EvaluatedPolicy], grids: Sequence[Grid], is_slippery: bool, folder: Path
 ) -> None:
-    """`evaluation.json` and `policy.png` (first map: the optimum and up to four policies)."""
-    content = {"map": list(grids[0]), "maps": len(grids), "is_slippery": is_slippery}
+    """`evaluation.json` and `policy.png`.
+
+    The picture of one map shows the optimum and up to four policies. That of several shows one policy, the last greedy
+    one of a model, on five of them, from its worst map to its best.
+    """
+    content = {"maps": ["|".join(grid) for grid in grids], "is_slippery": is_slippery}
     content["policies"] = [policy.as_dict() for policy in evaluated]
-    optimal_SA = optimal_actions(optimal_q(lake_mdp(grids[0], is_slippery), AGREEMENT_GAMMA))
-    shown = [evaluated[0], *evaluated[3:]][:5]
-    figure = policy_figure(
-        grids[0],
-        {f"{p.name}\nsuccess {p.scores[0].success_probability:.3f}": p.tables[0] for p in shown},
-        optimal_SA,
-    )
+    if len(grids) == 1:
+        shown = [(p, 0, f"{p.name}\nsuccess {p.scores[0].success_probability:.3f}") for p in evaluated]
+        shown = [shown[0], *shown[3:]][:5]
+    else:
+        policy = next((p for p in reversed(evaluated) if p.name.endswith(", greedy")), evaluated[-1])
+        percents = [score.percent_of_optimal for score in policy.scores]
+        picked = np.argsort(percents, kind="stable")[np.linspace(0, len(grids) - 1, min(5, len(grids))).astype(int)]
+        shown = [(policy, m, f"{policy.name}\n{percents[m]:.0f} % of optimal") for m in picked]
+    panels = []
+    for policy, m, title in shown:
+        optimal_SA = optimal_actions(optimal_q(lake_mdp(grids[m], is_slippery), AGREEMENT_GAMMA))
+        panels.append((title, grids[m], policy.tables[m], optimal_SA))
+    figure = policy_figure(panels)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(folder / "policy.png", dpi=120)

@@ -150,7 +150,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         if writer is not None:
             mdp = lake_mdp(self.grids[0], self.reader.is_slippery)
             optimal_SA = optimal_actions(optimal_q(mdp, AGREEMENT_GAMMA))
-            figure = policy_figure(self.grids[0], {f"step {step}: {verdict}": policies.tables[0]}, optimal_SA)
+            figure = policy_figure([(f"step {step}: {verdict}", self.grids[0], policies.tables[0], optimal_SA)])
             writer.add_figure("policy", figure, step)
         return scores
 

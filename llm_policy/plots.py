@@ -15,18 +15,18 @@ _CELL_COLOURS = {"S": "#d7e8f7", "F": "#eef5fb", "H": "#2d3a4a", "G": "#f5c542"}
 _ARROWS = ((-1, 0), (0, 1), (1, 0), (0, -1))  # (x, y) of LEFT, DOWN, RIGHT, UP; y grows downwards
 
 
-def policy_figure(grid: Grid, policies: Mapping[str, np.ndarray], optimal_SA: np.ndarray) -> Figure:
-    """One lake per policy table: an arrow's length is its action's probability, green where the action is optimal.
+def policy_figure(panels: Sequence[tuple[str, Grid, np.ndarray, np.ndarray]]) -> Figure:
+    """One lake per panel: an arrow's length is its action's probability, green where the action is optimal.
 
     Args:
-        policies: title -> `policy_SA`.
-        optimal_SA: bool, actions that are optimal.
+        panels: title, map, `policy_SA` and `optimal_SA` (bool, actions that are optimal) of each.
     """
-    rows, columns = len(grid), len(grid[0])
-    figure = Figure(figsize=(3.0 * len(policies) * max(1.0, columns / rows), 3.7), layout="constrained")
-    for axes, (title, policy_SA) in zip(
-        figure.subplots(1, len(policies), squeeze=False)[0], policies.items(), strict=True
+    widest = max(len(grid[0]) / len(grid) for _, grid, _, _ in panels)
+    figure = Figure(figsize=(3.0 * len(panels) * max(1.0, widest), 3.7), layout="constrained")
+    for axes, (title, grid, policy_SA, optimal_SA) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
     ):
+        rows, columns = len(grid), len(grid[0])
         for row in range(rows):
             for column in range(columns):
                 letter = grid[row][column]

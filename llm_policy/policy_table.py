@@ -83,6 +83,11 @@ def constant_policy(states: int, action: int) -> np.ndarray:
     return np.eye(len(ACTIONS))[np.full(states, action)]
 
 
+def action_letters(policy_SA: np.ndarray) -> str:
+    """The initial of each cell's most probable action; "." where several are (terminal cells, unreadable answers)."""
+    return "".join(ACTIONS[int(row_A.argmax())][0] if (row_A == row_A.max()).sum() == 1 else "." for row_A in policy_SA)
+
+
 def best_constant_action(mdp: MDP, horizon_steps: int) -> int:
     """The action that, taken everywhere, reaches the goal most often: what a state-blind policy can earn."""
     states = mdp.rewards_SA.shape[0]

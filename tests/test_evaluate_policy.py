@@ -17,12 +17,13 @@ from evaluate_policy import (
     model_policies,
     print_table,
     run_settings,
+    save_evaluation,
     simulate,
 )
 from llm_policy.errors import InputError, run_script
 from llm_policy.frozen_lake import CANONICAL_GRIDS, lake_mdp
 from llm_policy.mdp import optimal_policy
-from llm_policy.policy_table import ModelPolicies, constant_policy, uniform_policy
+from llm_policy.policy_table import ModelPolicies, constant_policy, score_policy, uniform_policy
 
 GRID = CANONICAL_GRIDS["4x4"]
 LEFT, DOWN, RIGHT, UP = range(4)
@@ -148,6 +149,24 @@ def test_greedy_and_sampled_policies_of_a_model():
     assert list(model_policies(None, Reader(), [GRID], "m", 0)[0]) == ["m, greedy"]
 
 
+def test_evaluation_of_several_maps_names_every_action(tmp_path):
+    grids = [("SFF", "FHF", "FFG"), ("SHF", "FFF", "FHG"), ("SFF", "HHF", "FFG")]
+    tables = [baseline_table("shortest-path", grid, True) for grid in grids]
+    save_evaluation(evaluate_policies({"a model, greedy": tables}, grids, True, episodes=3), grids, True, tmp_path)
+    content = json.loads((tmp_path / "evaluation.json").read_text())
+    assert content["maps"] == ["SFF|FHF|FFG", "SHF|FFF|FHG", "SFF|HHF|FFG"]
+    judged = {policy["policy"]: policy for policy in content["policies"]}
+    assert set(judged["uniform random"]["actions"]) == {"." * 9}
+    policy = judged["a model, greedy"]
+    assert all(row != "." * 9 for row in policy["actions"])
+    for rows, letters, percent in zip(content["maps"], policy["actions"], policy["percents_of_optimal"], strict=True):
+        named = [np.full(4, 0.25) if letter == "." else np.eye(4)["LDRU".index(letter)] for letter in letters]
+        score = score_policy(tuple(rows.split("|")), True, np.array(named), 100)
+        assert percent == pytest.approx(score.percent_of_optimal, abs=0.01)
+    with Image.open(tmp_path / "policy.png") as picture:
+        assert picture.size == (3 * 3.0 * 120, 3.7 * 120)
+
+
 def test_run_settings(tmp_path):
     (tmp_path / "run.json").write_text('{"maps": ["SG"], "is_slippery": false}')
     assert run_settings(["random", str(tmp_path / "nowhere"), str(tmp_path)]) == {"maps": ["SG"], "is_slippery": False}
@@ -164,7 +183,7 @@ def test_command_with_baselines(tmp_path, capsys):
     assert "FrozenLake SFFF|FHFH|FFFH|HFFG, slippery" in printed
     assert f"saved {out}/evaluation.json" in printed
     content = json.loads((out / "evaluation.json").read_text())
-    assert content["map"] == list(GRID)
+    assert content["maps"] == ["|".join(GRID)]
     judged = {p["policy"]: p for p in content["policies"]}
     assert list(judged)[3:] == ["random", "constant:left", "expert"]
     assert judged["expert"]["success_probability"] == pytest.approx(14 / 17, abs=1e-6)

@@ -345,15 +345,16 @@ def test_many_maps_judged_on_those_held_out(taught, tmp_path, capsys):
     assert "3 maps held out" in printed
     assert "test maps are training maps" not in printed  # the linter's rule
     evaluation = json.loads((out / "evaluation.json").read_text())
-    assert evaluation["maps"] == 3
+    assert evaluation["maps"] == json.loads((out / "run.json").read_text())["maps"]
     names = {policy["policy"] for policy in evaluation["policies"]}
     assert {"optimal", "uniform random", "untrained, greedy", "trained, greedy", "shortest path"} <= names
     # Judged again, on the same three maps
     arguments = ["--samples_per_state", "0", "--dtype", "float32", "--episodes", "3"]
     assert evaluate_policy.main(["--policies", str(out), *arguments, "--output_dir", str(out / "again")]) == 0
     again = json.loads((out / "again/evaluation.json").read_text())
-    assert again["maps"] == 3
+    assert again["maps"] == evaluation["maps"]
     before = next(policy for policy in evaluation["policies"] if policy["policy"] == "trained, greedy")
+    assert again["policies"][-1]["actions"] == before["actions"]
     assert again["policies"][-1]["success_probability"] == pytest.approx(before["success_probability"])
 
 
