@@ -31,11 +31,10 @@ from llm_policy.frozen_lake import (
     read_grid,
     shortest_path_policy,
 )
-from llm_policy.mdp import greedy_policy, optimal_actions, optimal_q
+from llm_policy.mdp import AGREEMENT_GAMMA, greedy_policy, optimal_actions, optimal_q
 from llm_policy.models import load_model, load_tokenizer
 from llm_policy.plots import policy_figure
 from llm_policy.policy_table import (
-    AGREEMENT_GAMMA,
     PolicyReader,
     PolicyScore,
     action_letters,

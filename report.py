@@ -9,11 +9,13 @@ import json
 import re
 import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 
-from llm_policy.mdp import OPTIMAL_PERCENT
+from llm_policy.frozen_lake import ACTIONS, acting_states, lake_mdp
+from llm_policy.mdp import AGREEMENT_GAMMA, OPTIMAL_PERCENT, optimal_actions, optimal_q
 from llm_policy.plots import curves_figure
 
 ROOT = Path(__file__).resolve().parent
@@ -38,6 +40,7 @@ def seeds_of(folder: Path) -> list[dict]:
                 {
                     "seed": seed.name.removeprefix("seed-"),
                     "is_slippery": evaluation["is_slippery"],
+                    "maps": evaluation.get("maps"),
                     "command": shlex.split((folder / "command.txt").read_text()),
                     "policies": {policy["policy"]: policy for policy in evaluation["policies"]},
                     "metrics": [json.loads(line) for line in (seed / "metrics.jsonl").read_text().splitlines()],
@@ -127,8 +130,8 @@ def maps_table(results: dict[str, list[dict]]) -> str:
     others = ("untrained, greedy", "shortest path", "best constant action", "uniform random")
     lines = [
         f"| result | trained, percent of optimal | {' | '.join(others)} | success of the optimum "
-        "| optimal states a map | steps | minutes |",
-        "|" + "---|" * (6 + len(others)),
+        f"| optimal states a map | of those where only {', '.join(ACTIONS)} is best | steps | minutes |",
+        "|" + "---|" * (7 + len(others)),
     ]
     for name, seeds in results.items():
         if not name.startswith(MAPS):
@@ -141,9 +144,28 @@ def maps_table(results: dict[str, list[dict]]) -> str:
         lines.append(
             f"| [{name}](results/{name}) | {_values(trained, 'percent_of_optimal', 1)} | {' | '.join(percents)} "
             f"| {np.mean([row['optimal_success'] for row in trained]):.4f} "
-            f"| {states} of {trained[0]['acting_states']:.1f} | {steps} | {minutes} |"
+            f"| {states} of {trained[0]['acting_states']:.1f} | {_right_by_action(seeds)} "
+            f"| {steps} | {minutes} |"
         )
     return "\n".join(lines)
+
+
+def _right_by_action(seeds: list[dict]) -> str:
+    """Percent of the states with one optimal action, by that action, in which the trained policy takes it."""
+    found, right = Counter(), Counter()
+    for seed in seeds:
+        actions = seed["policies"]["trained, greedy"].get("actions")
+        if actions is None:  # older evaluations kept no actions
+            return ""
+        for rows, letters in zip(seed["maps"], actions, strict=True):
+            grid = tuple(rows.split("|"))
+            best_SA = optimal_actions(optimal_q(lake_mdp(grid, seed["is_slippery"]), AGREEMENT_GAMMA))
+            for state in acting_states(grid):
+                if best_SA[state].sum() == 1:
+                    best = ACTIONS[best_SA[state].argmax()]
+                    found[best] += 1
+                    right[best] += letters[state] == best[0]
+    return ", ".join(f"{100 * right[a] / found[a]:.0f} %" if found[a] else "none" for a in ACTIONS)
 
 
 def _percent_of_optimal(seeds: list[dict], beginning: str) -> float:

@@ -17,6 +17,7 @@ FIRST_SWEEPS = 64
 # Rounding of probabilities such as 1/3 must not look like a chance that the episode ends.
 PROBABILITY_ROUNDING = 1e-12
 
+AGREEMENT_GAMMA = 0.99  # without a discount a detour costs nothing and many actions tie with the best
 OPTIMAL_PERCENT = 99.95  # of the optimal return: from here on a policy counts as optimal
 
 

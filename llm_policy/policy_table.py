@@ -12,11 +12,9 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from llm_policy.completions import parse_completion
 from llm_policy.frozen_lake import ACTIONS, Grid, acting_states, lake_mdp
-from llm_policy.mdp import MDP, optimal_actions, optimal_q, optimal_return, policy_return
+from llm_policy.mdp import AGREEMENT_GAMMA, MDP, optimal_actions, optimal_q, optimal_return, policy_return
 from llm_policy.sampling import sample_completions
 from prompts import fit_to_template, format_example, policy_messages, prompt_token_ids
-
-AGREEMENT_GAMMA = 0.99  # without a discount a detour costs nothing and many actions tie with the best
 
 
 @dataclass(frozen=True)

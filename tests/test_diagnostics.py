@@ -9,8 +9,8 @@ import pytest
 
 from llm_policy.diagnostics import COLLAPSE_STEPS, MetricsFile, PolicyDiagnostics, mutual_information, policy_verdict
 from llm_policy.frozen_lake import CANONICAL_GRIDS, acting_states, lake_mdp
-from llm_policy.mdp import greedy_policy, optimal_q
-from llm_policy.policy_table import AGREEMENT_GAMMA, constant_policy, score_policy, uniform_policy
+from llm_policy.mdp import AGREEMENT_GAMMA, greedy_policy, optimal_q
+from llm_policy.policy_table import constant_policy, score_policy, uniform_policy
 
 GRID = CANONICAL_GRIDS["4x4"]
 FOUR_STATES = ("SFFFG",)

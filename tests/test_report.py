@@ -81,10 +81,16 @@ def test_maps_table(results):
         others = (("untrained, greedy", 0.01), ("shortest path", 0.2), ("best constant action (LEFT)", 0.1))
         evaluation["policies"] += [policy(name, value, 1) for name, value in others]
         (folder / "evaluation.json").write_text(json.dumps(evaluation))
-    assert report.maps_table(report.training_results()).splitlines()[2:] == [
-        "| [random_maps_dry](results/random_maps_dry) | **60.0** (50.0, 70.0) | 1.0 | 20.0 | 10.0 | 1.4 | 0.8235 "
-        "| 9.0, 9.0 of 11.0 | 2, 2 | 4, 4 |"
-    ]
+    row = "| [random_maps_dry](results/random_maps_dry) | **60.0** (50.0, 70.0) | 1.0 | 20.0 | 10.0 | 1.4 | 0.8235 "
+    row += "| 9.0, 9.0 of 11.0 | {} | 2, 2 | 4, 4 |"
+    assert report.maps_table(report.training_results()).splitlines()[2:] == [row.format("")]
+    # SFG: RIGHT twice. SF|FG: two best actions, DOWN, RIGHT
+    for seed, letters in ((1, ["RR.", "RDD."]), (2, ["RL.", "DD.."])):
+        path = results / f"random_maps_dry/seed-{seed}/evaluation.json"
+        evaluation = json.loads(path.read_text()) | {"is_slippery": False, "maps": ["SFG", "SF|FG"]}
+        evaluation["policies"][2]["actions"] = letters
+        path.write_text(json.dumps(evaluation))
+    assert report.maps_table(report.training_results()).splitlines()[2:] == [row.format("none, 100 %, 50 %, none")]
 
 
 def test_speed_table(results):
