@@ -8,6 +8,7 @@ transformers, so that every sampling option keeps its meaning; or, where the cal
 from collections.abc import Callable, Sequence
 
 import torch
+from tqdm import tqdm
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -56,7 +57,9 @@ def sample_completions(
     prompts_per_batch = max(1, rows_per_batch // completions_per_prompt)
     completions: list[list[int]] = []
     try:
-        for first in range(0, len(prompts), prompts_per_batch):
+        firsts = range(0, len(prompts), prompts_per_batch)
+        is_long = len(firsts) > 1  # many maps: minutes on a CPU
+        for first in tqdm(firsts, "asking the model", leave=False, unit="batch", disable=None if is_long else True):
             batch = prompts[first : first + prompts_per_batch]
             guessed = guesses and guesses[first : first + prompts_per_batch]
             completions.extend(
