@@ -26,7 +26,7 @@ $(MODEL)/config.json: | $(VENV)/installed
 	$(RUN) data/fetch_smollm2.py
 
 train: setup model ## train on the canonical slippery lake and judge; a second call goes on or shows the result
-	$(RUN) train_script.py --resume_from_checkpoint auto $(ARGS)
+	$(RUN) train_script.py --config configs/laptop.yaml --resume_from_checkpoint auto $(ARGS)
 
 evaluate: setup model ## judge the trained policy again: make evaluate ARGS="--samples_per_state 32"
 	$(RUN) evaluate_policy.py --policies runs/laptop $(ARGS)

@@ -279,7 +279,9 @@ class EvaluationArguments:
     output_dir: str | None = field(default=None, metadata={"help": "Where evaluation.json and policy.png go."})
 
     def __post_init__(self) -> None:
-        check_at_least(self, {"samples_per_state": 0, "episodes": 1, "max_completion_length": 1, "horizon_steps": 1})
+        check_at_least(
+            self, {"samples_per_state": 0, "episodes": 1, "max_completion_length": 1, "horizon_steps": 1, "seed": 0}
+        )
 
 
 class Parser(HfArgumentParser):

@@ -23,9 +23,10 @@ THOUGHT = "I am at row {row}, column {column}."
 
 OBSERVATIONS = ("grid", "coordinates", "neighbours", "spaced", "original")
 
-# The original's prompt, rebuilt from what is known of it (README, LOG.md): the agent's place is nothing but a colour
-# code, the ice is not said to be slippery, and the three examples answer RIGHT, DOWN, DOWN where the expert goes LEFT,
-# UP, LEFT. `--check` reports all of that; it is here to be compared with.
+# The faults of the original's prompt in words of our own: the agent's place is nothing but a colour code, the ice is
+# not said to be slippery, and the three examples answer RIGHT, DOWN, DOWN where the expert goes LEFT, UP, LEFT
+# (`--check` reports all of that). The published one has no chat template, writes its examples as spaced grids with the
+# S moved to the agent (cells 0, 2, 10), and was cut to 512 tokens.
 ORIGINAL_PROMPT = (
     "You are an agent on a frozen lake. S is the start, F frozen, H a hole, G the goal. Reach the goal without falling "
     "into a hole. Think in <think></think> tags, then give one of LEFT, DOWN, RIGHT, UP in <answer></answer> tags."
@@ -74,6 +75,12 @@ def policy_messages(grid: Grid, state: int, is_slippery: bool, observation: str 
     With the observation `original` one user turn: task, three examples on the same map, observation.
     """
     if observation == "original":
+        cells = "".join(grid)
+        if any(cells[place : place + 1] not in ("S", "F") for place, _, _ in ORIGINAL_EXAMPLES):
+            raise InputError(
+                f"--observation original: its examples stand on cells 0, 1 and 4, not all of which are ice on "
+                f"{'|'.join(grid)}; use another observation or the 4x4 map"
+            )
         examples = [
             f"{observation_text(grid, place, observation)}\n<think>{thought}</think><answer>{action}</answer>"
             for place, thought, action in ORIGINAL_EXAMPLES
@@ -101,9 +108,8 @@ def accepts_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
     turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     try:
         tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception as error:  # jinja2 raises TemplateError here, and templates may raise others: all mean "no"
-        if "system" not in str(error).lower() and "roles must alternate" not in str(error).lower():
-            raise
+    except Exception:  # jinja2 raises TemplateError here, and templates may raise others, in words of their own
+        tokenizer.apply_chat_template(turns[1:], tokenize=False)  # a template that refuses this, too, is broken
         return False
     return True
 

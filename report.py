@@ -94,11 +94,15 @@ def training_table(results: dict[str, list[dict]]) -> str:
 
 
 def _greedy(seeds: list[dict]) -> tuple[list[dict], str, str]:
-    """The trained greedy policy of each seed, their optimal states, and the verdict of the one that succeeds least."""
+    """The trained greedy policy of each seed, their optimal states, and the verdict of the worst."""
     trained = [s["policies"]["trained, greedy"] for s in seeds]
     states = ", ".join(f"{t['optimal_states']:.0f}" for t in trained)
-    worst = int(np.argmin([t["success_probability"] for t in trained]))
-    return trained, f"{states} of {trained[0]['acting_states']:.0f}", seeds[worst]["verdict"]
+    worst = min(seeds, key=lambda s: _rank(s["policies"]["trained, greedy"]))
+    return trained, f"{states} of {trained[0]['acting_states']:.0f}", worst["verdict"]
+
+
+def _rank(trained: dict) -> tuple[float, float]:
+    return trained["success_probability"], trained["optimal_states"]
 
 
 def ablation_table(results: dict[str, list[dict]]) -> str:

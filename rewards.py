@@ -1,12 +1,14 @@
 """Completions and the expert's Q-values of their state -> rewards. Pure functions with TRL's contract.
 
-The original's reward, which the defaults reproduce:
+The original's reward of the actions, which the defaults reproduce:
 
     combined = (format + advantage) / 2,      format in {0, 1}
     advantage = min(1, (Q(a) - Q_min) / (Q_max - Q_min) + optimal_bonus * [a is optimal])
 
 With the cap the bonus does nothing (an optimal action already has 1.0): the original asks for both, so both are
-options with a name. A completion from which no action can be read has advantage 0.
+options with a name. A completion from which no action can be read has advantage 0. Stricter than the original: there a
+reply has the form if both pairs of tags occur anywhere, and of several answers the first counts; here it must be the
+two and nothing else.
 """
 
 from collections.abc import Callable, Sequence

@@ -150,6 +150,8 @@ class ScriptArguments:
             raise InputError(f"--stop_when {self.stop_when}: needs --evaluate_steps of at least 1 to see the optimum")
         if not 0 < self.warm_start_threshold <= 1:
             raise InputError(f"--warm_start_threshold {self.warm_start_threshold:g}: expected a share, above 0 up to 1")
+        if not self.warm_start_learning_rate > 0:
+            raise InputError(f"--warm_start_learning_rate {self.warm_start_learning_rate:g}: expected a number above 0")
         least = {
             "warm_start_steps": 1,
             "warm_start_prompts": 1,
@@ -178,6 +180,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
 def check_arguments(training: GRPOConfig, model: ModelConfig) -> None:
     """Conditions that TRL leaves to a crash in the first step, or does not check."""
     check_choices(training, TRL_CHOICES)
+    check_at_least(training, {"seed": 0})
     if not model.use_peft:
         raise InputError("--use_peft false: what is trained and saved here is a LoRA adapter; set use_peft to true")
     for name in UNJOINABLE:

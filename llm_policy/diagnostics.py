@@ -18,7 +18,7 @@ from llm_policy.policy_table import PolicyReader, PolicyScore, score_policy
 from llm_policy.run_files import write_whole
 
 STOP_CONDITIONS = ("optimal", "collapsed", "either", "never")
-COLLAPSE_STEPS = 5  # so many steps in a row without a single group that has variance
+COLLAPSE_STEPS = 5  # so many further steps without a single group that has variance
 DEAD_ENTROPY = 0.05  # nats: below it one action has more than 99 % of the probability
 NEARLY_ALWAYS = 0.8  # share of the states with one action
 STEADY_EVALUATIONS = 2  # so many in a row at the optimum: a state that is right by a hair is wrong after rounding

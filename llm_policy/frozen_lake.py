@@ -6,6 +6,7 @@ A grid is a tuple of row strings over S (start), F (frozen), H (hole) and G (goa
 import re
 from collections import deque
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,8 @@ ANSI_HEADER = re.compile(r"\A\s*\((?:Left|Down|Right|Up)\)\s*[\n|]", re.IGNORECA
 def check_grid(grid: Sequence[str], where: str = "map") -> Grid:
     """The grid as a tuple of rows.
 
-    InputError, beginning with `where`: fewer than 2 cells, ragged rows, an unknown letter, no start, no goal.
+    InputError, beginning with `where`: fewer than 2 cells, ragged rows, an unknown letter, no start, no goal,
+    no way from a start to a goal.
     """
     rows = tuple(grid)
     if not rows or sum(map(len, rows)) < 2:
@@ -45,7 +47,22 @@ def check_grid(grid: Sequence[str], where: str = "map") -> Grid:
     for letter, name in (("S", "start"), ("G", "goal")):
         if not any(letter in row for row in rows):
             raise InputError(f"{where}: {'|'.join(rows)!r} has no {name}, expected at least one {letter}")
+    if not _has_way(rows):
+        raise InputError(f"{where}: {'|'.join(rows)!r} has no way from S to G around the holes; open one")
     return rows
+
+
+@cache
+def _has_way(grid: Grid) -> bool:
+    ice = {(r, c) for r, row in enumerate(grid) for c, letter in enumerate(row) if letter != "H"}
+    reached = {(r, c) for r, c in ice if grid[r][c] == "S"}
+    border = list(reached)
+    while border:
+        row, column = border.pop()
+        new = ({(row + down, column + right) for down, right in MOVES} & ice) - reached
+        reached |= new
+        border += new
+    return any(grid[r][c] == "G" for r, c in reached)
 
 
 def read_grid(name_or_path: str | Path) -> Grid:

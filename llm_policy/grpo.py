@@ -36,8 +36,8 @@ class PolicyTrainer(GRPOTrainer):
        whose advantage is zero skip the pass, or what follows their answer, where nothing else in the loss needs them.
        Equal to stock up to rounding; `packed=False` takes TRL's pass.
     3. Groups stay together in a micro-batch (TRL shuffles single completions), which packing needs.
-    4. `objective="expected"`: at the tokens of the action in each readable completion, the sampled term is replaced
-       by the expectation over the legal actions A of the state,
+    4. `objective="expected"`: at the tokens of the action in each completion that names one in the prompt's spelling,
+       directly behind `<answer>`, the sampled term is replaced by the expectation over the state's legal actions A,
 
            - sum_a p(a) r(s, a) - action_entropy_coef * H(pi),     pi = p / sum_A p,
 

@@ -66,6 +66,7 @@ def lint(
         *_same_prompts(table, prompts),
         *_examples(table, prompts),
         *_token_ids(prompts, tokenizer, context_tokens, max_completion_tokens),
+        *_unsaid_dynamics(prompts, is_slippery),
         *_dynamics(table, is_slippery),
         *_overlap(table, evaluation_grids),
         *_weak_rewards(table, scale),
@@ -191,6 +192,14 @@ def bellman_residual(table: pd.DataFrame, is_slippery: bool) -> tuple[float, flo
     return float(residual), gamma
 
 
+def _unsaid_dynamics(prompts: Sequence[Messages], is_slippery: bool) -> list[Finding]:
+    """Prompts for slippery ice that never mention it: the expert's actions then look like mistakes."""
+    silent = sum("slip" not in " ".join(m["content"] for m in messages).lower() for messages in prompts)
+    if not (is_slippery and silent):
+        return []
+    return [Finding("unsaid dynamics", f"{silent} of {len(prompts)} prompts do not say that the ice is slippery")]
+
+
 def _dynamics(table: pd.DataFrame, is_slippery: bool) -> list[Finding]:
     """Q-values that fit the other dynamics better than those that were asked for."""
     here, _ = bellman_residual(table, is_slippery)
@@ -225,8 +234,19 @@ def _weak_rewards(table: pd.DataFrame, scale: AdvantageReward) -> list[Finding]:
     """States in which the choice hardly matters, by the Q-values or after the reward's normalisation."""
     q_PA = np.array(table["q_values"].tolist())
     findings = []
+    largest = np.abs(q_PA).max()
+    if FLAT * largest <= OPTIMAL_TOLERANCE:
+        message = (
+            f"the largest is {largest:.1e}, and differences below {OPTIMAL_TOLERANCE:g} count as ties; scale them up"
+        )
+        findings.append(Finding("tiny Q-values", message, is_error=True))
+    if scale.cap_bonus and scale.optimal_bonus:
+        message = (
+            f"--optimal_bonus {scale.optimal_bonus:g} changes nothing under --cap_bonus true: an optimal action has 1"
+        )
+        findings.append(Finding("idle bonus", message))
     spread_P = np.ptp(q_PA, axis=1)  # where it is zero every action is optimal, and the reward says so
-    flat = (spread_P > OPTIMAL_TOLERANCE) & (spread_P <= FLAT * np.abs(q_PA).max())
+    flat = (spread_P > OPTIMAL_TOLERANCE) & (spread_P <= FLAT * largest)
     if flat.any():
         findings.append(
             Finding(

@@ -233,6 +233,7 @@ BAD_INPUT = [
         ["--policies", "random", "--samples_per_state", "-1"],
         "--samples_per_state -1: expected an integer of at least 0",
     ),
+    (["--policies", "random", "--seed", "-1"], "--seed -1: expected an integer of at least 0"),
     (["--policies", "random", "--horizon_steps", "0"], "--horizon_steps 0: expected an integer of at least 1"),
     (["--policies", "random", "--map", "5x5"], "map 5x5: no such file"),
     (["--policies", "constant:NORTH"], "--policies 'constant:NORTH': expected a run folder"),

@@ -57,8 +57,11 @@ def test_the_committed_expert_and_prompts_are_clean(tokenizers, model, observati
 
 def test_the_original_prompt_has_every_fault_that_it_is_known_for(tokenizers):
     found = findings_of(tokenizers["llama"], observation="original")
-    assert {f.rule for f in found} == {"prompts differ in colour codes only", "wrong examples"}
-    assert all(f.is_error for f in found)
+    assert {f.rule: f.is_error for f in found} == {
+        "prompts differ in colour codes only": True,
+        "wrong examples": True,
+        "unsaid dynamics": False,
+    }
     examples = next(f.message for f in found if f.rule == "wrong examples")
     assert "RIGHT in state 0" in examples
     assert "where the expert goes LEFT" in examples
@@ -66,7 +69,7 @@ def test_the_original_prompt_has_every_fault_that_it_is_known_for(tokenizers):
 
 
 def test_an_example_with_an_optimal_action_is_none(tokenizers):
-    text = "AFFF\nFHFH\nFFFH\nHFFG\n<think>away from the hole</think><answer>LEFT</answer>\n"
+    text = "AFFF\nFHFH\nFFFH\nHFFG\nIt is slippery.\n<think>away from the hole</think><answer>LEFT</answer>\n"
     prompts = [[{"role": "user", "content": f"{text}\nnow state {i}"}] for i in range(11)]
     assert rules_of(tokenizers["llama"], prompts=prompts) == {}
     wrong = [[{"role": "user", "content": m[0]["content"].replace("LEFT", "UP")}] for m in prompts]
@@ -74,7 +77,7 @@ def test_an_example_with_an_optimal_action_is_none(tokenizers):
 
 
 def test_states_with_one_prompt(tokenizers):
-    prompts = [[{"role": "user", "content": "Cross the lake."}]] * 11
+    prompts = [[{"role": "user", "content": "Cross the slippery lake."}]] * 11
     [finding] = findings_of(tokenizers["llama"], prompts=prompts)
     assert finding.is_error
     assert "11 states share 1 prompts, first AFFF|FHFH|FFFH|HFFG and SAFF|FHFH|FFFH|HFFG" in finding.message
@@ -154,10 +157,29 @@ def test_flat_rows(tokenizers):
     assert "flat rows" not in rules_of(tokenizers["llama"], table)
 
 
+def test_idle_bonus(tokenizers):
+    scale = AdvantageReward("minmax", 0.2, cap_bonus=True)
+    [finding] = findings_of(tokenizers["llama"], scale=scale)
+    assert str(finding).startswith("warning: idle bonus: --optimal_bonus 0.2 changes nothing")
+    assert findings_of(tokenizers["llama"], scale=AdvantageReward("minmax", 0.0, cap_bonus=True)) == []
+
+
+def test_tiny_q_values(tokenizers):
+    table = table_of()
+    table["q_values"] = [[1e-4 * q for q in row] for row in table["q_values"]]
+    assert rules_of(tokenizers["llama"], table) == {"tiny Q-values": True}
+
+
+def test_unsaid_dynamics_are_none_without_slip(tokenizers):
+    dry, silent = table_of(is_slippery=False), [[{"role": "user", "content": f"cell {i}"}] for i in range(11)]
+    assert rules_of(tokenizers["llama"], prompts=silent) == {"unsaid dynamics": False}
+    assert "unsaid dynamics" not in rules_of(tokenizers["llama"], dry, is_slippery=False, prompts=silent)
+
+
 def test_near_ties_of_the_deterministic_lake(tokenizers):
     """facts.md 2, point 3: on 7 of its 11 states three of four actions earn at least .94."""
     dry = table_of(is_slippery=False)
     found = {f.rule: f for f in findings_of(tokenizers["llama"], dry, is_slippery=False, scale=ORIGINAL_REWARD)}
-    assert set(found) == {"near ties", "flat rows"}
+    assert set(found) == {"near ties", "flat rows", "idle bonus"}
     assert not found["near ties"].is_error
     assert "near ties" not in rules_of(tokenizers["llama"], dry, is_slippery=False, scale=LOUD)

@@ -176,6 +176,20 @@ def test_no_chat_template(folders):
         fit_to_template(policy_messages(GRID, 0, True), tokenizer)
 
 
+def test_a_template_may_refuse_the_system_turn_in_any_words(folders):
+    tokenizer = load_tokenizer(folders["llama"])
+    refusal = "{% if messages[0].role != 'user' %}{{ raise_exception('Only user and assistant!') }}{% endif %}ok"
+    tokenizer.chat_template = refusal
+    assert not accepts_system_role(tokenizer)
+
+
+def test_the_original_prompt_asks_for_ice_under_its_examples():
+    with pytest.raises(InputError, match=r"--observation original: its examples .* use another observation"):
+        policy_messages(("SHF", "FFG"), 0, True, "original")
+    with pytest.raises(InputError, match=r"not all of which are ice on SF\|FG"):
+        policy_messages(("SF", "FG"), 0, True, "original")
+
+
 def test_a_broken_template_is_no_missing_system_role(folders):
     tokenizer = load_tokenizer(folders["llama"])
     tokenizer.chat_template = "{{ raise_exception('out of order') }}"

@@ -55,6 +55,18 @@ def test_training_table(results):
     ]  # fmt: skip
 
 
+def test_the_worst_of_equal_seeds_has_fewest_optimal_states(results):
+    for seed, states in ((1, 6), (2, 3), (3, 4)):
+        folder = results / f"poor/seed-{seed}"
+        write_seed(folder, 0.0)
+        evaluation = json.loads((folder / "evaluation.json").read_text())
+        evaluation["policies"][2]["optimal_states"] = states
+        (folder / "evaluation.json").write_text(json.dumps(evaluation))
+        (folder / "result.txt").write_text(f"verdict: {states} states\n")
+    [line] = [row for row in report.training_table(report.training_results()).splitlines() if "[poor]" in row]
+    assert line.endswith("| 3 states |")
+
+
 def test_ablation_table(results):
     for name, options in (("kl", ""), ("prompt", "--config configs/laptop_original.yaml ")):
         folder = results / f"ablation_{name}"

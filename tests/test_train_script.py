@@ -377,6 +377,8 @@ BAD_INPUT = [
     (["--learning_rte", "1"], "--learning_rte"),
     (["stray"], "stray"),
     (["--learning_rate", "high"], "'high'"),
+    (["--seed", "-1"], "--seed -1: expected an integer of at least 0"),
+    (["--warm_start_learning_rate", "0"], "--warm_start_learning_rate 0: expected a number above 0"),
     (["--config"], "--config: expected the path of a YAML file"),
     (["--config", "{tmp}/nowhere.yaml"], "--config {tmp}/nowhere.yaml: no such file"),
     (["--config", "{tmp}/unknown_key.yaml"], "learning_rte"),
