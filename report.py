@@ -26,7 +26,11 @@ ABLATION = "ablation_"  # folders of runs that change one thing
 # What they start from: a result, and the configuration that their command names (None: the default)
 ABLATED = {"canonical_slippery": None, "original_reproduced": "configs/laptop_original.yaml"}
 SAME_IN_ABLATIONS = ("--max_steps", "--stop_when", "--samples_per_state")
-CURVES = ("canonical_slippery", "original_reproduced")  # what the first figure shows
+CURVES = {  # what the first figure shows
+    "canonical_slippery": "this repository",
+    "ablation_from_original_learning_rate": "the original with this objective and learning rate",
+    "original_reproduced": "the original, reproduced",
+}
 MAPS = "random_maps"  # folders of runs on many maps, judged on maps never seen: the second figure
 
 
@@ -270,16 +274,16 @@ def write_curves(
 ) -> None:  # fmt: skip
     """A figure of the greedy policy against minutes of GRPO, one line a seed; nothing where there are no results.
 
+    `results` by the label that they are to have.
+
     Horizontal lines are those baselines that are the same for all of them, but for 1 % of the highest.
     """
     curves, lines = {}, {}
-    for name, seeds in results.items():
+    for label, seeds in results.items():
+        curves[f"{label} ({len(seeds)} seed{'s' * (len(seeds) > 1)})"] = found = []
         for seed in seeds:
             points = [m for m in seed["metrics"] if m.get(f"policy/{quantity}") is not None]
-            curves[f"{name.replace('_', ' ')}, seed {seed['seed']}"] = (
-                [m["seconds"] / 60 for m in points],
-                [m[f"policy/{quantity}"] for m in points],
-            )
+            found.append(([m["seconds"] / 60 for m in points], [m[f"policy/{quantity}"] for m in points]))
             for policy, row in seed["policies"].items():
                 if policy.startswith(BASELINES):
                     lines.setdefault(policy, []).append(row[quantity])
@@ -323,9 +327,10 @@ def main() -> int:
         print("README.md is what results/ says" if new == text else "README.md is out of date: python report.py")
         return int(new != text)
     readme.write_text(new)
-    shown = {name: results[name] for name in CURVES if name in results}
+    shown = {label: results[name] for name, label in CURVES.items() if name in results}
     write_curves(shown, RESULTS / "learning_curves.png")
-    write_curves(maps, RESULTS / "random_maps.png", "percent_of_optimal", "percent of optimal, maps never seen")
+    shown = {name.replace("_", " "): seeds for name, seeds in maps.items()}
+    write_curves(shown, RESULTS / "random_maps.png", "percent_of_optimal", "percent of optimal, maps never seen")
     print(f"README.md written from {len(results)} results")
     return 0
 

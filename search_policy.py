@@ -541,7 +541,7 @@ def run_search(script: ScriptArguments, settings: SearchSettings, config: str) -
         known = [step for step in s if step.iteration >= 0 and step.best is not None]
         curves[n] = [step.iteration for step in known], [judge(step.best).value for step in known]
     figure = curves_figure(
-        curves,
+        {n: [curve] for n, curve in curves.items()},
         {row.policy: row.judgement.value for row in references},
         "iteration (0: after the warm-up)",
         f"{'exact' if task.mdp is not None else 'judged'} return of the best policy so far",

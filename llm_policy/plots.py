@@ -53,21 +53,27 @@ def policy_figure(panels: Sequence[tuple[str, Grid, np.ndarray, np.ndarray]]) ->
 
 
 def curves_figure(
-    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    curves: Mapping[str, Sequence[tuple[Sequence[float], Sequence[float]]]],
     lines: Mapping[str, float],
     x_label: str,
     y_label: str,
 ) -> Figure:
-    """Curves (label -> x and y values) with labelled horizontal reference lines."""
+    """Curves with labelled horizontal reference lines.
+
+    Args:
+        curves: label -> x and y values of each seed; seeds share a colour.
+        lines: label -> y value.
+    """
     figure = Figure(figsize=(7.0, 4.0), layout="constrained")
     axes = figure.subplots()
-    for label, (x, y) in curves.items():
-        axes.plot(x, y, marker="o", markersize=3, linewidth=1.5, label=label)
+    for number, (label, seeds) in enumerate(curves.items()):
+        for i, (x, y) in enumerate(seeds):
+            axes.plot(x, y, f"C{number}", marker="o", markersize=3, linewidth=1.5, label=None if i else label)
     for i, (label, value) in enumerate(lines.items()):
         axes.axhline(value, linestyle="--", linewidth=1.0, color=f"{0.25 + 0.15 * (i % 4)}")
         axes.text(1.0, value, f" {label}", va="center", fontsize=8, transform=axes.get_yaxis_transform())
     axes.set(xlabel=x_label, ylabel=y_label)
     axes.spines[["top", "right"]].set_visible(False)
     if len(curves) > 1:
-        axes.legend(edgecolor="none", framealpha=1.0, fontsize=8)  # opaque: it may lie on a reference line
+        figure.legend(loc="outside upper left", frameon=False, fontsize=8)
     return figure
