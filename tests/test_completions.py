@@ -129,9 +129,9 @@ LONG = [
 def test_time_grows_no_faster_than_the_text(start, repeated):
     """Backtracking over n positions from each of n starts would take hours for 200,000 characters."""
     text = start + repeated * (200_000 // len(repeated))
-    started = time.perf_counter()
+    started = time.process_time()
     assert not parse_completion(text).is_well_formed
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 def test_completion_text_takes_both_forms_of_trl():

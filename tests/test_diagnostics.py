@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections import defaultdict
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from llm_policy.diagnostics import COLLAPSE_STEPS, MetricsFile, PolicyDiagnostics, mutual_information, policy_verdict
 from llm_policy.frozen_lake import CANONICAL_GRIDS, acting_states, lake_mdp
 from llm_policy.mdp import AGREEMENT_GAMMA, greedy_policy, optimal_q
-from llm_policy.policy_table import constant_policy, score_policy, uniform_policy
+from llm_policy.policy_table import ModelPolicies, constant_policy, score_policy, uniform_policy
 
 GRID = CANONICAL_GRIDS["4x4"]
 FOUR_STATES = ("SFFFG",)
@@ -145,6 +147,39 @@ def test_a_learned_policy_agrees_and_has_not_collapsed():
     assert diagnostics.with_collapse("learned: 11/11", 20) == "learned: 11/11"
 
 
+# Evaluation ----------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_at_its_interval_and_after_the_last_step():
+    """The figures of two maps, one solved and one walked DOWN."""
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model, autocast=nullcontext)
+    trainer = SimpleNamespace(
+        _metrics={"train": defaultdict(list)}, accelerator=accelerator, model=None,
+        callback_handler=SimpleNamespace(callbacks=[]),
+    )  # fmt: skip
+    policies = ModelPolicies([EXPERT, constant_policy(16, 1)], 0.5, [])
+    reader = SimpleNamespace(is_slippery=True, policies=lambda *_: policies)
+    diagnostics = PolicyDiagnostics(trainer, reader, [GRID] * 2, 3, "never", {})
+    diagnostics.started = 0.0
+    for step in range(1, 8):
+        control = SimpleNamespace(should_training_stop=False)
+        diagnostics.on_step_end(None, SimpleNamespace(global_step=step, max_steps=7), control)
+        metrics = trainer._metrics["train"]
+        assert len(metrics["policy/optimal_states"]) == [0, 0, 1, 1, 1, 2, 3][step - 1]
+    figures = {name: values[-1] for name, values in metrics.items() if name.startswith("policy/")}
+    assert figures.pop("policy/mutual_information") > 0
+    assert figures == pytest.approx(
+        {
+            "policy/success_probability": (14 / 17 + 0.04949) / 2,
+            "policy/success_at_horizon": (0.74018 + 0.04944) / 2,
+            "policy/percent_of_optimal": (100 + 6.0048) / 2,
+            "policy/optimal_states": 11 + 2,
+            "policy/format_validity": 0.5,
+        },
+        abs=1e-3,
+    )
+
+
 @pytest.mark.parametrize(
     ("percents", "step"),
     [([50.0, 100.0, 100.0, 100.0], 3), ([100.0, 99.0, 100.0, 99.0], None), ([100.0, 100.0], 2)],
@@ -159,6 +194,17 @@ def test_stops_where_the_optimum_is_steady(percents, step, monkeypatch):
         diagnostics.on_step_end(None, SimpleNamespace(global_step=n, max_steps=1000), control)
         stops.append(control.should_training_stop)
     assert stops == [step is not None and n >= step for n in range(1, len(percents) + 1)]
+
+
+def test_one_map_at_its_optimum_is_not_all_of_them(monkeypatch):
+    trainer = SimpleNamespace(_metrics={"train": {"frac_reward_zero_std": [0.0]}})
+    diagnostics = PolicyDiagnostics(trainer, None, [GRID] * 2, 1, "optimal", {})
+    scores = [SimpleNamespace(percent_of_optimal=percent) for percent in (100.0, 50.0)]
+    monkeypatch.setattr(diagnostics, "evaluate", lambda _: scores)
+    for step in range(1, 5):
+        control = SimpleNamespace(should_training_stop=False)
+        diagnostics.on_step_end(None, SimpleNamespace(global_step=step, max_steps=1000), control)
+        assert not control.should_training_stop
 
 
 # metrics.jsonl -------------------------------------------------------------------------------------------------

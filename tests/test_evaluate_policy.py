@@ -3,6 +3,7 @@
 import json
 import sys
 
+import matplotlib
 import numpy as np
 import pytest
 from PIL import Image
@@ -23,6 +24,7 @@ from evaluate_policy import (
 from llm_policy.errors import InputError, run_script
 from llm_policy.frozen_lake import CANONICAL_GRIDS, lake_mdp
 from llm_policy.mdp import optimal_policy
+from llm_policy.plots import policy_figure
 from llm_policy.policy_table import ModelPolicies, constant_policy, score_policy, uniform_policy
 
 GRID = CANONICAL_GRIDS["4x4"]
@@ -165,6 +167,17 @@ def test_evaluation_of_several_maps_names_every_action(tmp_path):
         assert percent == pytest.approx(score.percent_of_optimal, abs=0.01)
     with Image.open(tmp_path / "policy.png") as picture:
         assert picture.size == (3 * 3.0 * 120, 3.7 * 120)
+
+
+def test_arrows_point_where_the_policy_goes():
+    optimal_SA = np.eye(4, dtype=bool)[[RIGHT, RIGHT, LEFT]]
+    figure = policy_figure([("a lake", ("SFG",), np.eye(4)[[RIGHT, DOWN, LEFT]], optimal_SA)])
+    *_, right, down = figure.axes[0].patches
+    assert right.get_xy()[:, 0].max() == pytest.approx(0.88)
+    assert right.get_xy()[:, 1].max() < 0.6
+    assert down.get_xy()[:, 1].max() == pytest.approx(0.88), "y grows downwards"
+    green, red = (matplotlib.colors.to_rgb(colour) for colour in ("#1a8a4a", "#c0392b"))
+    assert (right.get_facecolor()[:3], down.get_facecolor()[:3]) == (green, red)
 
 
 def test_run_settings(tmp_path):

@@ -1,5 +1,6 @@
 import copy
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -260,6 +261,7 @@ def test_a_step_without_any_variance_runs_and_changes_nothing(loss_type, tmp_pat
     counts = scored_completions(monkeypatch)
     before, after, log = trained(PolicyTrainer, "llama", tmp_path, rewards=ALL_UNANIMOUS, loss_type=loss_type)
     assert counts == []
+    assert "entropy" not in log
     assert log["frac_reward_zero_std"] == 1.0
     assert log["loss"] == 0.0
     for name in before:
@@ -285,9 +287,11 @@ right_mask = packing.attention_mask
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
-def test_the_check_passes_where_packing_is_right(architecture, tmp_path):
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+def test_the_check_passes_where_packing_is_right(architecture, dtype, most, tmp_path):
     trainer = trainer_of(PolicyTrainer, architecture, tmp_path)
-    assert 0 < trainer.check_against_stock(CHECKED_PROMPTS, EXAMPLES) < 1e-5
+    trainer.model.to(dtype)
+    assert 0 < trainer.check_against_stock(CHECKED_PROMPTS, EXAMPLES) < most
 
 
 def _sees_other_completions(model, packed):
@@ -306,8 +310,10 @@ def _is_ignored(model, packed):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
 @pytest.mark.parametrize("damage", [_sees_other_completions, _sees_nothing_before_the_completion, _is_ignored])
-def test_the_check_refuses_a_wrong_mask(architecture, damage, tmp_path, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_check_refuses_a_wrong_mask(architecture, damage, dtype, tmp_path, monkeypatch):
     trainer = trainer_of(PolicyTrainer, architecture, tmp_path)
+    trainer.model.to(dtype)
     monkeypatch.setattr(packing, "attention_mask", damage)
     with pytest.raises(InputError) as error:
         trainer.check_against_stock(CHECKED_PROMPTS, EXAMPLES)
@@ -387,6 +393,13 @@ def test_without_room_for_the_copy_the_adapter_decodes(tmp_path, monkeypatch, ca
         assert found == expected
     assert crowded._merged_copy is None
     assert capsys.readouterr().out.count("no GPU memory for merged weights") == 1
+
+
+@pytest.mark.parametrize(("free", "has_room"), [(481, True), (479, False)])
+def test_the_copy_needs_its_size_and_a_fifth_more(free, has_room, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1000))
+    gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"), parameters=lambda: [torch.zeros(60), torch.zeros(40)])
+    assert MergedCopy.has_room(gpu) is has_room
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
@@ -558,6 +571,7 @@ def test_expected_gradient_equals_the_enumerated_one(architecture, split_actions
     loss = trainer._compute_loss(trainer.model, batch_of(trainer, rows, completions, advantages))
 
     expected = torch.tensor(0.0)
+    metrics_N3 = []
     replies = zip(REPLIES, completions, advantages, strict=True)
     for (row, text, in_usual_tokens, _), completion, advantage in replies:
         prompt = prompts_of(trainer)[row]
@@ -568,13 +582,17 @@ def test_expected_gradient_equals_the_enumerated_one(architecture, split_actions
             log_pi_A = log_p_A.log_softmax(0)
             assert log_pi_A.max() < -1e-3  # there is something to learn
             assert log_p_A.exp().sum() < 0.999  # here, too
-            expected = expected + (log_p_A.exp() * ACTION_REWARDS[row]).sum()
-            expected = expected - entropy_coef * (log_pi_A.exp() * log_pi_A).sum()
+            earned, entropy = (log_p_A.exp() * ACTION_REWARDS[row]).sum(), -(log_pi_A.exp() * log_pi_A).sum()
+            expected = expected + earned + entropy_coef * entropy
+            metrics_N3.append([earned.item(), entropy.item(), log_p_A.exp().sum().item()])
             action = ACTIONS.index(text.partition("<answer>")[2].removesuffix("</answer>"))
             weight_T[len(prefix) : len(prefix) + len(trainer.action_token_ids[action])] = 0.0
         scores_T, _ = plain_scores(trainer.model, prompt, completion, 0.8)
         expected = expected + (weight_T * scores_T).mean()
     assert_same_gradient(gradient(trainer, loss), gradient(trainer, -expected / len(REPLIES)))
+    names = ("action/expected_reward", "action/entropy", "action/legal_probability")
+    logged = [trainer._metrics["train"][name][-1] for name in names]
+    assert logged == pytest.approx(torch.tensor(metrics_N3).mean(0).tolist(), rel=1e-4)  # of those with an answer
 
 
 @pytest.mark.parametrize("split_actions", [False, True])

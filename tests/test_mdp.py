@@ -206,18 +206,6 @@ def test_visits_by_hand():
     assert state_visits(lake, constant_policy(0), 100)[0] == 100
 
 
-def test_constant_policies_earn_the_rewards_of_the_seed():
-    """facts.md section 2: mean over the expert's own states of (1 + min(advantage + 0.2 optimal, 1)) / 2."""
-    q_SA = optimal_q(LAKE, gamma=0.99)
-    visits_S = state_visits(LAKE, greedy_policy(q_SA), 100)
-    spread_S1 = np.ptp(q_SA, axis=1, keepdims=True)
-    advantage_SA = (q_SA - q_SA.min(axis=1, keepdims=True)) / np.where(spread_S1 > 0, spread_S1, 1)
-    reward_SA = (1 + np.minimum(advantage_SA + 0.2 * optimal_actions(q_SA), 1)) / 2
-    left, down, right, _ = visits_S @ reward_SA / visits_S.sum()
-    assert [left, down, right] == pytest.approx([0.804, 0.653, 0.625], abs=1e-3)
-    assert visits_S @ reward_SA.mean(axis=1) / visits_S.sum() == pytest.approx(0.675, abs=1e-3)
-
-
 def test_greedy_takes_the_first_of_ties():
     q_SA = np.array([[0.5, 0.5 + 1e-10, 0.1, 0.5 + 1e-7], [0.0, 0.0, 0.0, 0.0]])
     assert greedy_policy(q_SA).argmax(axis=1).tolist() == [3, 0]
@@ -229,6 +217,10 @@ def test_greedy_takes_the_first_of_ties():
 ENDLESS_REWARD = MDP(np.zeros((1, 1, 1), int), np.ones((1, 1, 1)), np.ones((1, 1)), np.ones(1), np.zeros(1, bool))
 
 
+def test_rewards_without_end_add_up_to_infinity():
+    assert policy_return(ENDLESS_REWARD, np.ones((1, 1))) == np.inf
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -238,6 +230,7 @@ ENDLESS_REWARD = MDP(np.zeros((1, 1, 1), int), np.ones((1, 1, 1)), np.ones((1, 1
         (lambda: policy_return(LAKE, np.ones((3, 4)) / 4), ["(3, 4)", "(16, 4)"]),
         (lambda: policy_return(LAKE, np.ones((16, 4))), ["sum to 1"]),
         (lambda: policy_return(LAKE, np.full((16, 4), np.nan)), ["sum to 1"]),
+        (lambda: policy_return(LAKE, np.tile([2.0, -1.0, 0.0, 0.0], (16, 1))), [">= 0"]),
         (lambda: policy_return(LAKE, UNIFORM_SA, horizon_steps=-1), ["horizon_steps", "-1"]),
         (lambda: mdp_from_env(gym.make("CartPole-v1")), ["CartPole-v1", "`P`"]),
     ],

@@ -137,8 +137,18 @@ def test_search_table(results):
     assert "**0.3000** (0.4000, 0.2000)" in lines[5]  # within the limit, greedy
 
 
-def test_curves_are_drawn(results):
-    report.write_curves(report.training_results(), results / "curves.png")
+def test_curves_are_drawn(results, monkeypatch):
+    drawn, draw = {}, report.curves_figure
+
+    def curves_figure(curves, lines, *labels):
+        drawn.update(curves=curves, lines=lines, labels=labels)
+        return draw(curves, lines, *labels)
+
+    monkeypatch.setattr(report, "curves_figure", curves_figure)
+    report.write_curves({"ours": report.training_results()["canonical_slippery"]}, results / "curves.png")
+    assert drawn["curves"] == {"ours (2 seeds)": [([1.0], [0.8]), ([1.0], [0.4])]}, "minutes, success"
+    assert drawn["lines"] == {"optimal": 0.8235, "uniform random": 0.0139}
+    assert drawn["labels"][0] == "minutes of GRPO, CPU"
     assert (results / "curves.png").stat().st_size > 10_000
 
 

@@ -67,6 +67,9 @@ SHAPES = [
     (AdvantageReward(cap_bonus=False), [0.5, 0.5, 0.3, 0.1], [1.2, 1.2, 0.5, 0.0]),
     # ... also where the CSV's rounding parts them
     (AdvantageReward(cap_bonus=False), [0.5, 0.5 - 1e-8, 0.3, 0.1], [1.2, 1.2, 0.5, 0.0]),
+    (AdvantageReward("rank"), [0.5, 0.5 - 1e-8, 0.3, 0.1], [1.0, 1.0, 1 / 3, 0.0]),
+    # ... and not where the Q-values do
+    (AdvantageReward(cap_bonus=False), [0.5, 0.5 - 5e-6, 0.3, 0.1], [1.2, 0.9999875, 0.5, 0.0]),
     # All Q-values equal, or equal but for rounding: every action is optimal
     (ORIGINAL_REWARD, [0.3] * 4, [1.0] * 4),
     (ORIGINAL_REWARD, [0.0] * 4, [1.0] * 4),
@@ -111,7 +114,7 @@ def test_rewards_stay_in_range_and_keep_the_order_of_the_actions(shape):
 
 
 def test_what_state_blind_policies_earn():
-    """facts.md, section 2: over the states that the expert visits; combined reward, in form."""
+    """Over the states that the expert visits, as often as it does; combined reward of the original, in form."""
     grid = CANONICAL_GRIDS["4x4"]
     lake = lake_mdp(grid)
     q_SA = optimal_q(lake, gamma=0.99)

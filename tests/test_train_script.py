@@ -17,10 +17,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tiny_models import build_tiny_model
 
 import evaluate_policy
+import train_script
 from llm_policy.errors import InputError, run_script
 from llm_policy.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
 from llm_policy.models import ROOT, load_model, load_tokenizer
 from llm_policy.run_files import resolved_config
+from prompts import prompt_token_ids
 from train_script import GRPO_FOLDER, WARM_START_FOLDER, ScriptArguments, held_out, main, parse_arguments
 
 LAPTOP = str(ROOT / "configs/laptop.yaml")
@@ -142,6 +144,10 @@ def test_metrics(finished_run):
         combined = (line["rewards/format_reward/mean"] + line["rewards/advantage_reward/mean"]) / 2
         assert combined == pytest.approx(line["rewards/combined_reward/mean"], abs=1e-6)
         assert 0 <= line["policy/success_probability"] <= 14 / 17 + 1e-9
+        # In the laptop's reward, over the 11 states, each counted once
+        assert line["reward/always LEFT"] == pytest.approx(0.89228, abs=1e-4)
+        assert line["reward/uniform policy"] == pytest.approx(0.82461, abs=1e-4)
+        assert line["reward/optimal policy"] == pytest.approx(1.5)
     if "grpo" not in arguments:
         assert all(0 <= line["action/entropy"] <= math.log(4) + 1e-6 for line in lines)
 
@@ -256,8 +262,54 @@ def test_an_adapter_can_be_trained_further(answering_llama, tmp_path):
     assert main(small_run(answering_llama, tmp_path / "first", "--max_steps", 1)) == 0
     arguments = small_run(tmp_path / "first", tmp_path / "second", "--max_steps", 1, "--warm_start", "never")
     assert main(arguments) == 0
-    first, second = adapters_of(tmp_path / "first", tmp_path / "second")
-    assert any(not torch.equal(first[name], second[name]) for name in first)
+    (joined,) = adapters_of(tmp_path / "second")
+    assert {min(weight.shape) for weight in joined.values()} == {16 + 16 + 16}, "warm start, first run, second run"
+    first = PeftModel.from_pretrained(load_model(answering_llama, dtype="float32"), tmp_path / "first")
+    second = PeftModel.from_pretrained(first.merge_and_unload(), tmp_path / "second" / GRPO_FOLDER)
+    token_ids = torch.tensor([[5, 6, 7]])
+    logits, expected = (m.eval()(token_ids).logits for m in (load_model(tmp_path / "second", dtype="float32"), second))
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_flags_arrive_and_what_is_trained_is_what_is_judged(answering_llama, tmp_path, monkeypatch):
+    class Made(Exception):
+        """The run ends where the trainer would be made."""
+
+    seen, judge = {}, train_script.model_policies
+
+    def trainer(*_, **options):
+        seen.update(options)
+        raise Made
+
+    def judged(model, reader, *arguments):
+        seen["reader"] = reader
+        return judge(model, reader, *arguments)
+
+    monkeypatch.setattr(train_script, "PolicyTrainer", trainer)
+    monkeypatch.setattr(train_script, "model_policies", judged)
+    dry = write_expert_csv(ExpertOptions(is_slippery=False, rows="states", output=str(tmp_path / "dry.csv")))
+    more = ("--expert_csv", dry, "--is_slippery", "false", "--observation", "grid", "--warm_start", "never")
+    more += ("--action_entropy_coef", "0.7", "--reward_shape", "rank")
+    with pytest.raises(Made):
+        main(small_run(answering_llama, tmp_path / "out", *more))
+    assert len(seen["train_dataset"]) == 11
+    for row in seen["train_dataset"]:
+        cell = tuple(row["map"].split("|")), row["state"]
+        assert prompt_token_ids(row["prompt"], seen["reader"].tokenizer) == seen["reader"].prompt(*cell)
+        assert "Not slippery" in row["prompt"][0]["content"]
+        assert "You are at" not in row["prompt"][-1]["content"]
+    assert seen["action_entropy_coef"] == 0.7
+    earned = seen["action_rewards"]([{"q_values": [0.2, 0.4, 0.6, 0.1]}])
+    assert earned[0] == pytest.approx([2 / 3, 5 / 6, 1.5, 0.5])
+
+
+def test_a_run_in_bfloat16_as_the_configurations_have_it(answering_llama, tmp_path):
+    more = ("--dtype", "bfloat16", "--bf16", "true", "--max_steps", 1)
+    assert main(small_run(answering_llama, tmp_path / "out", *more)) == 0
+    [line] = metrics_of(tmp_path / "out")
+    assert all(math.isfinite(line[name]) for name in LOGGED)
+    weights = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert all(weight.isfinite().all() for weight in weights.values())
 
 
 def test_few_states_are_repeated_to_fill_a_batch(answering_llama, tmp_path, capsys):
