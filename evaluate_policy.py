@@ -274,7 +274,9 @@ class EvaluationArguments:
     max_completion_length: int | None = field(
         default=None, metadata={"help": "Tokens a completion may have. Default: the run's, else 64."}
     )
-    dtype: str = field(default="bfloat16", metadata={"help": "Weights: bfloat16, float16 or float32."})
+    dtype: str | None = field(
+        default=None, metadata={"help": "Weights: bfloat16, float16 or float32. Default: the run's, else bfloat16."}
+    )
     seed: int = field(default=0, metadata={"help": "Of sampling, simulation and Q-learning."})
     output_dir: str | None = field(default=None, metadata={"help": "Where evaluation.json and policy.png go."})
 
@@ -291,16 +293,34 @@ class Parser(HfArgumentParser):
         raise InputError(f"{message}; see --help")
 
 
-def run_settings(policies: Sequence[str]) -> dict:
-    """`maps`, `is_slippery`, `observation` and `max_completion_length` of the first run folder among `policies`."""
-    for name in policies:
-        path = Path(name) / RUN_FILE
-        if path.is_file():
-            try:
-                return json.loads(path.read_text())
-            except ValueError as error:
-                raise InputError(f"{path}: is no JSON ({error}); give --map, or train again") from error
-    return {}
+def run_settings(name: str | Path) -> dict:
+    """`maps`, `is_slippery`, `observation` and the like of a run folder; nothing for what is none."""
+    path = Path(name) / RUN_FILE
+    if not path.is_file():
+        return {}
+    try:
+        settings = json.loads(path.read_text())
+    except ValueError as error:
+        raise InputError(f"{path}: is no JSON ({error}); give --map, or train again") from error
+    return settings
+
+
+def shared_settings(runs: dict[str, dict], arguments: EvaluationArguments) -> dict:
+    """Maps and dynamics that all runs among the policies were judged on; `InputError` where they differ."""
+    known = {name: settings for name, settings in runs.items() if settings}
+    shared: dict = {}
+    for key, option, given in (("maps", "map", arguments.map), ("is_slippery", "is_slippery", arguments.is_slippery)):
+        if given is not None or not known:
+            continue
+        for name, settings in known.items():
+            if key not in settings:
+                raise InputError(f"--policies {name}: run.json names no {option}; give --{option}")
+            if settings[key] != shared.setdefault(key, settings[key]):
+                others = ", ".join(known)
+                raise InputError(
+                    f"--policies {others}: of runs with other {key}; judge them one by one or give --{option}"
+                )
+    return shared
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -309,28 +329,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"unknown arguments: {' '.join(unknown)}")
     set_seed(arguments.seed)
-    settings = run_settings(arguments.policies)
-    if settings and "maps" not in settings and not arguments.map:
-        raise InputError(f"--policies {' '.join(arguments.policies)}: run.json names no map; give --map")
-    grids = [tuple(rows.split("|")) for rows in settings.get("maps", [])]
-    if arguments.map or not grids:
-        grids = [read_grid(arguments.map or "4x4")]
-    is_slippery = settings.get("is_slippery", True) if arguments.is_slippery is None else arguments.is_slippery
+    runs = {name: run_settings(name) for name in arguments.policies if not is_baseline(name)}
+    shared = shared_settings(runs, arguments)
+    grids = [tuple(rows.split("|")) for rows in shared.get("maps", [])] or [read_grid(arguments.map or "4x4")]
+    is_slippery = shared.get("is_slippery", True) if arguments.is_slippery is None else arguments.is_slippery
     tables: dict[str, list[np.ndarray]] = {}
     validities: dict[str, float] = {}
     for name in arguments.policies:
         if is_baseline(name):
             tables[name] = [baseline_table(name, grid, is_slippery, arguments.seed) for grid in grids]
             continue
-        if (Path(name).parent / "warm_start").is_dir():
-            raise InputError(
-                f"--policies {name}: trained on top of a warm start; judge the run's folder, {Path(name).parent}"
-            )
+        folder, settings = Path(name).parent, runs[name]
+        if (folder / "warm_start").is_dir() or run_settings(folder).get("on_adapter"):
+            raise InputError(f"--policies {name}: trained on top of an adapter; judge the run's folder, {folder}")
         tokenizer = load_tokenizer(name)
         observation = arguments.observation or settings.get("observation", "coordinates")
         completion_tokens = arguments.max_completion_length or settings.get("max_completion_length", 64)
         reader = PolicyReader(tokenizer, is_slippery, observation, completion_tokens)
-        model = load_model(name, dtype=arguments.dtype).to("cuda" if torch.cuda.is_available() else "cpu")
+        model = load_model(name, dtype=arguments.dtype or settings.get("dtype", "bfloat16")).to(
+            "cuda" if torch.cuda.is_available() else "cpu"
+        )
         context_tokens = model.config.get_text_config().max_position_embeddings
         first_prompt = reader.prompt(grids[0], acting_states(grids[0])[0])
         check_prompt(first_prompt, tokenizer, context_tokens, completion_tokens)

@@ -25,6 +25,7 @@ BASELINES = ("optimal", "uniform random", "best constant action")
 ABLATION = "ablation_"  # folders of runs that change one thing
 # What they start from: a result, and the configuration that their command names (None: the default)
 ABLATED = {"canonical_slippery": None, "original_reproduced": "configs/laptop_original.yaml"}
+DEFAULT_CONFIG = "configs/laptop.yaml"
 SAME_IN_ABLATIONS = ("--max_steps", "--stop_when", "--samples_per_state")
 CURVES = {  # what the first figure shows
     "canonical_slippery": "this repository",
@@ -86,7 +87,8 @@ def training_table(results: dict[str, list[dict]]) -> str:
             f"| {states} | {minutes} | {worst} |"
         )
     for is_slippery in (True, False):
-        seeds = next((s for s in results.values() if s[0]["is_slippery"] is is_slippery), None)
+        named = sorted(results, key=lambda name: not name.startswith("canonical"))  # other maps have other baselines
+        seeds = next((results[name] for name in named if results[name][0]["is_slippery"] is is_slippery), None)
         for name, row in (seeds[0]["policies"] if seeds else {}).items():
             if name.startswith((*BASELINES, "untrained")):
                 lines.append(
@@ -184,14 +186,16 @@ def _percent_of_optimal(seeds: list[dict], beginning: str) -> float:
 
 
 def _config(command: list[str]) -> str | None:
-    return command[command.index("--config") + 1] if "--config" in command else None
+    config = command[command.index("--config") + 1] if "--config" in command else None
+    return None if config == DEFAULT_CONFIG else config
 
 
 def _change(command: list[str]) -> str:
-    """The flags behind `--`, without those that all ablations share."""
-    flags = command[command.index("--") + 1 :]
+    """What the command changes: its --expert, and the flags behind `--` but for those that all ablations share."""
+    expert = ["--expert", command[command.index("--expert") + 1]] if "--expert" in command else []
+    flags = command[command.index("--") + 1 :] if "--" in command else []
     kept = [f for i, f in enumerate(flags) if f not in SAME_IN_ABLATIONS and flags[i - 1] not in SAME_IN_ABLATIONS]
-    return shlex.join(kept)
+    return shlex.join([*expert, *kept])
 
 
 def _first_optimum(metrics: list[dict]) -> int | str:

@@ -7,7 +7,7 @@
     python train_script.py --resume_from_checkpoint auto           # go on after a kill
     python train_script.py --help                                  # this script's options, then TRL's
 
-Every option of TRL's GRPOConfig and ModelConfig works here; flags win over the YAML file.
+Options of TRL's GRPOConfig and ModelConfig work here, or are refused in one line; flags win over the YAML file.
 Exit codes: 0 done, 2 the input cannot be used (one line says why), 75 interrupted by SIGTERM or SIGUSR1 after a
 checkpoint was written: the same command with --resume_from_checkpoint auto goes on.
 """
@@ -30,9 +30,10 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
+from trl.import_utils import is_vllm_available
 
 from evaluate_policy import evaluate_policies, model_policies, print_table, save_evaluation
-from llm_policy.checkpoints import COMPLETE_MARK, latest_checkpoint, remove_incomplete
+from llm_policy.checkpoints import COMPLETE_MARK, latest_checkpoint, remove_incomplete, supersede
 from llm_policy.diagnostics import STOP_CONDITIONS, MetricsFile, PolicyDiagnostics, policy_verdict
 from llm_policy.errors import EXIT_INPUT_ERROR, InputError, check_at_least, check_choices, run_script
 from llm_policy.expert_q import read_expert_csv
@@ -63,13 +64,16 @@ TRL_CHOICES = {
     "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
     "scale_rewards": ("group", "batch", "none"),
     "importance_sampling_level": ("token", "sequence"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
 }
-# What a run cannot go on with otherwise; steps, intervals and the like may change on the way.
-SAME_ON_RESUME = (
-    "model_name_or_path", "dtype", "seed", "expert_csv", "is_slippery", "observation", "warm_start", "lora_r",
-    "lora_alpha", "lora_target_modules", "use_rslora", "objective", "reward_shape", "optimal_bonus", "cap_bonus",
-    "reward_weights", "multi_objective_aggregation", "test_maps", "test_map_seed",
+NOT_PASSED_ON = ("trust_remote_code", "model_init_kwargs")
+ATTENTION = (None, "eager", "sdpa")
+# What may differ when the result of a finished run is asked for again, and when a run is gone on with
+SHOWN_OTHERWISE = (
+    "output_dir", "resume_from_checkpoint", "report_to", "check", "logging_steps", "log_completions", "disable_tqdm",
+    "save_strategy", "save_steps", "save_total_limit",
 )  # fmt: skip
+LENGTH = ("max_steps", "num_train_epochs", "evaluate_steps", "stop_when", "samples_per_state", "episodes")
 UNJOINABLE = ("use_dora", "lora_modules_to_save", "lora_target_parameters")  # LoRA variants that are no sum of factors
 MAPS_JUDGED = 20  # of many maps, in the evaluations between steps (of the CSV's own, at the end too)
 
@@ -180,7 +184,28 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
 def check_arguments(training: GRPOConfig, model: ModelConfig) -> None:
     """Conditions that TRL leaves to a crash in the first step, or does not check."""
     check_choices(training, TRL_CHOICES)
-    check_at_least(training, {"seed": 0})
+    counts = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "max_completion_length")
+    check_at_least(training, {"seed": 0} | dict.fromkeys(counts, 1))
+    if not training.temperature > 0:
+        raise InputError(f"--temperature {training.temperature:g}: expected a number above 0")
+    if training.eval_strategy != "no":
+        kind = training.eval_strategy.value
+        raise InputError(f"--eval_strategy {kind}: evaluation is this script's, --evaluate_steps")
+    for name in NOT_PASSED_ON:
+        if getattr(training, name):
+            raise InputError(f"--{name} {getattr(training, name)}: is not passed on to the model here; leave it out")
+    if training.use_vllm and not is_vllm_available():
+        raise InputError("--use_vllm true: needs the package vllm (pip install vllm), or leave it out")
+    if training.n_gpu > 1 or training.world_size > 1:
+        raise InputError(
+            f"{max(training.n_gpu, training.world_size)} GPUs or processes: a run takes one; set CUDA_VISIBLE_DEVICES "
+            "to one GPU, and give each seed a process of its own (train_script.sh does)"
+        )
+    if model.attn_implementation not in ATTENTION:
+        raise InputError(
+            f"--attn_implementation {model.attn_implementation}: rows of several completions need a mask of their own; "
+            "expected eager or sdpa"
+        )
     if not model.use_peft:
         raise InputError("--use_peft false: what is trained and saved here is a LoRA adapter; set use_peft to true")
     for name in UNJOINABLE:
@@ -198,7 +223,13 @@ def check_arguments(training: GRPOConfig, model: ModelConfig) -> None:
             "--save_total_limit 1: expected at least 2, for a kill while one is written must leave another"
         )
     steps_per_batch = training.steps_per_generation * training.num_iterations / training.gradient_accumulation_steps
-    if training.save_strategy != "no" and training.save_steps % max(1, steps_per_batch):
+    if steps_per_batch > 1 and steps_per_batch % 1:
+        raise InputError(
+            f"--steps_per_generation {training.steps_per_generation}: {steps_per_batch:g} optimiser steps on one batch "
+            "of completions; expected a whole number (steps_per_generation x num_iterations / "
+            "gradient_accumulation_steps)"
+        )
+    if training.save_strategy == "steps" and training.save_steps % max(1, steps_per_batch):
         raise InputError(
             f"--save_steps {training.save_steps:g}: expected a multiple of {steps_per_batch:g}, optimiser steps "
             "on one batch of completions (steps_per_generation x num_iterations / gradient_accumulation_steps), "
@@ -224,30 +255,39 @@ def prepare_output_dir(output_dir: Path, resume: str | None) -> Path | None:
         checkpoint = Path(resume)
         if not all((checkpoint / name).exists() for name in (COMPLETE_MARK, TRAINER_STATE_NAME)):
             raise InputError(f"--resume_from_checkpoint {resume}: no complete checkpoint there; try auto")
+        if checkpoint.resolve().parent != output_dir.resolve():
+            raise InputError(f"--resume_from_checkpoint {resume}: is of another run than --output_dir {output_dir}")
+        supersede(checkpoint)
+        (output_dir / EVALUATION_FILE).unlink(missing_ok=True)
         return checkpoint
     remove_incomplete(output_dir)
     return latest_checkpoint(output_dir)
 
 
-def has_ended(checkpoint: Path, max_steps: int) -> bool:
+def has_ended(checkpoint: Path, max_steps: int, stop_when: str) -> bool:
     """Whether a run had taken its last step, or had stopped by `stop_when`, when it wrote `checkpoint`."""
     state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
     diagnostics = state.stateful_callbacks.get(PolicyDiagnostics.__name__, {"attributes": {}})
     last_step = max_steps if max_steps > 0 else state.max_steps
-    return state.global_step >= last_step or diagnostics["attributes"].get("has_stopped", False)
+    has_stopped = stop_when != "never" and diagnostics["attributes"].get("has_stopped", False)
+    return state.global_step >= last_step or has_stopped
 
 
 class StopOnSignal(TrainerCallback):
-    """SIGTERM or SIGUSR1: finish the step, write a checkpoint, leave."""
+    """SIGTERM or SIGUSR1: finish the step, write a checkpoint, leave. Outside of the steps leave at once."""
 
     def __init__(self, steps_per_batch: int) -> None:
         self.received: str | None = None
+        self.at_once = False  # what is under way is begun again by a resumed run
         self.steps_per_batch = steps_per_batch  # completions are not saved: a checkpoint waits for their last use
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._receive)
 
     def _receive(self, number, _frame) -> None:
         self.received = signal.Signals(number).name
+        if self.at_once:
+            print(f"{self.received}: leaving the evaluation; --resume_from_checkpoint auto begins it again", flush=True)
+            raise SystemExit(EXIT_INTERRUPTED)
         print(f"{self.received}: finishing the step, then a checkpoint", flush=True)
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -327,7 +367,7 @@ def build_dataset(table, prompts: list[Messages], training: GRPOConfig) -> Datas
 
 def format_taught(
     model: PreTrainedModel, lora: LoraConfig, tokenizer, reader: PolicyReader, table, script: ScriptArguments,
-    training: GRPOConfig, stop: StopOnSignal,
+    training: GRPOConfig, stop: StopOnSignal, has_begun: bool,
 ) -> tuple[PreTrainedModel, dict]:  # fmt: skip
     """Teach the answer format where `--warm_start` asks for it, and merge it into the model.
 
@@ -342,7 +382,7 @@ def format_taught(
         report = json.loads(report_file.read_text())
     else:
         cells = list(zip(table["grid"], table["state"], strict=True))
-        if script.warm_start == "never":
+        if script.warm_start == "never" or has_begun:  # steps without a warm start: none was needed
             return model, {"steps": 0}
         if script.warm_start == "auto":
             validity = sampled_format_validity(model, reader, cells)
@@ -374,16 +414,18 @@ def format_taught(
 @disk_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     script, training, model_config, config = parse_arguments(sys.argv[1:] if argv is None else argv)
-    hardware = "CUDA" if torch.cuda.is_available() else "no CUDA"
+    hardware = "CUDA" if training.device.type == "cuda" else "CPU"
     print(f"{hardware}: {config} with {model_config.model_name_or_path}, seed {training.seed}", flush=True)
     check_arguments(training, model_config)
     if script.objective == "grpo" and script.action_entropy_coef:
         print("--action_entropy_coef is of --objective expected and does nothing here; TRL's bonus is --entropy_coef")
     output_dir = Path(training.output_dir)
     trains = script.check != "only"
+    is_finished = training.resume_from_checkpoint == "auto" and (output_dir / EVALUATION_FILE).exists()
     if trains and training.resume_from_checkpoint:
-        check_same_run(output_dir, (script, training, model_config), SAME_ON_RESUME)
-    if trains and training.resume_from_checkpoint == "auto" and (output_dir / EVALUATION_FILE).exists():
+        may_differ = SHOWN_OTHERWISE if is_finished else (*SHOWN_OTHERWISE, *LENGTH)
+        check_same_run(output_dir, (script, training, model_config), may_differ)
+    if trains and is_finished:
         print(f"{output_dir} holds a finished run:\n{(output_dir / 'result.txt').read_text()}", end="")
         return 0
     resume = prepare_output_dir(output_dir, training.resume_from_checkpoint) if trains else None
@@ -440,17 +482,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         "is_slippery": script.is_slippery,
         "observation": script.observation,
         "max_completion_length": training.max_completion_length,
+        "dtype": model_config.dtype or "bfloat16",
+        "on_adapter": bool(adapters),
     }
     groups = (script, training, model_config)
-    write_run_files(output_dir, groups, config, training.seed, settings, "--resume_from_checkpoint auto")
+    write_run_files(
+        output_dir,
+        groups,
+        config,
+        training.seed,
+        settings,
+        "--resume_from_checkpoint auto",
+        training.device.type == "cuda",
+    )
 
     untrained = output_dir / "untrained.json"  # judged once; a resumed run shows the same row
     if not untrained.exists():
         print("judging the untrained model")
+        stop.at_once = True
         tables, validities = model_policies(model, reader, grids, "untrained", 0)
         write_whole(untrained, json.dumps([{k: [t.tolist() for t in v] for k, v in tables.items()}, validities]))
+        stop.at_once = False
 
-    model, warm_start = format_taught(model, lora, tokenizer, reader, table, script, training, stop)
+    model, warm_start = format_taught(model, lora, tokenizer, reader, table, script, training, stop, resume is not None)
     if stop.received:
         print(f"{stop.received} during the warm start: --resume_from_checkpoint auto begins it again")
         return EXIT_INTERRUPTED
@@ -498,7 +552,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         trainer.remove_callback(unwanted)
     for callback in (diagnostics, stop, MetricsFile(output_dir / "metrics.jsonl")):
         trainer.add_callback(callback)
-    if resume and has_ended(resume, training.max_steps):  # killed after the last step: the trainer would take one more
+    if resume and has_ended(
+        resume, training.max_steps, script.stop_when
+    ):  # killed after the last step: the trainer would take one more
         model.load_adapter(str(resume), adapter_name="default", is_trainable=True)
         trainer.state = TrainerState.load_from_json(str(resume / TRAINER_STATE_NAME))
         diagnostics.restore(trainer.state)
@@ -509,6 +565,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{stop.received}: checkpoint of step {step} written; --resume_from_checkpoint auto goes on")
         return EXIT_INTERRUPTED
 
+    stop.at_once = True
     trained = trainer.accelerator.unwrap_model(trainer.model)
     trained.save_pretrained(output_dir / GRPO_FOLDER, selected_adapters=["default"])
     base = load_model(  # the plain one: in `trained` the warm start is merged

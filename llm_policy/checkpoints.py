@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 from llm_policy.errors import InputError
 
 COMPLETE_MARK = "COMPLETE"
+DISK_WORDS = ("PytorchStreamWriter failed writing", "inline_container.cc")  # in torch's RuntimeErrors
 
 
 @contextmanager
@@ -24,6 +25,8 @@ def written_whole(checkpoint: Path) -> Iterator[None]:
         (checkpoint / COMPLETE_MARK).touch()
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap a full disk in their own
         shutil.rmtree(checkpoint, ignore_errors=True)
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in DISK_WORDS):
+            raise  # out of GPU memory, say
         kept = latest_checkpoint(checkpoint.parent)
         survivor = f"{kept.name} survives" if kept else "there is no earlier one"
         raise InputError(
@@ -36,6 +39,14 @@ def latest_checkpoint(output_dir: Path) -> Path | None:
     """The complete checkpoint with the most steps, or None."""
     complete = {steps: path for steps, path in _numbered(output_dir).items() if (path / COMPLETE_MARK).exists()}
     return complete[max(complete)] if complete else None
+
+
+def supersede(checkpoint: Path) -> None:
+    """A run goes on from `checkpoint`: those after it count as incomplete until they are written again."""
+    steps = next(steps for steps, path in _numbered(checkpoint.parent).items() if path.name == checkpoint.name)
+    for later, path in _numbered(checkpoint.parent).items():
+        if later > steps:
+            (path / COMPLETE_MARK).unlink(missing_ok=True)
 
 
 def remove_incomplete(output_dir: Path) -> None:

@@ -91,6 +91,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
 
     def restore(self, state: TrainerState) -> None:
         vars(self).update(state.stateful_callbacks.get(type(self).__name__, self.state())["attributes"])
+        self.has_stopped &= self.stop_when != "never"
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.restore(state)

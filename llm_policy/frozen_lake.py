@@ -110,7 +110,12 @@ def random_grids(count: int, size: int = 4, seed: int = 0, frozen_probability: f
 
 
 def state_text(grid: Grid, state: int) -> str:
-    """The grid with the agent's cell as A, rows joined by "|": "AFFF|FHFH|FFFH|HFFG" is state 0 of the 4x4 map."""
+    """The grid with the agent's cell as A, rows joined by "|": "AFFF|FHFH|FFFH|HFFG" is state 0 of the 4x4 map.
+
+    `InputError` for a grid of several starts: what stands under the agent could not be told.
+    """
+    if "".join(grid).count("S") > 1:
+        raise InputError(f"map {'|'.join(grid)}: has several starts; as a table of states it may have one S")
     row, column = divmod(state, len(grid[0]))
     rows = list(grid)
     rows[row] = rows[row][:column] + AGENT + rows[row][column + 1 :]

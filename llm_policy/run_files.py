@@ -5,7 +5,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import MISSING, fields
 from enum import Enum
 from importlib.metadata import version
@@ -86,13 +86,13 @@ def write_whole(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def check_same_run(output_dir: Path, groups: Sequence, names: Sequence[str]) -> None:
-    """`InputError` where `output_dir` holds a run that was begun with another value of an argument in `names`."""
+def check_same_run(output_dir: Path, groups: Sequence, may_differ: Collection[str]) -> None:
+    """`InputError` where `output_dir` holds a run that was begun with other arguments than `may_differ` allows."""
     file = output_dir / CONFIG_FILE
     if not file.exists():
         return
     begun, now = yaml.safe_load(file.read_text()), resolved_config(*groups)  # both less what has its default
-    for name in names:
+    for name in sorted({*begun, *now} - set(may_differ)):
         if begun.get(name) != now.get(name):
             raise InputError(
                 f"--{name} {now.get(name, '(its default)')}: {output_dir} was begun with "
@@ -101,10 +101,12 @@ def check_same_run(output_dir: Path, groups: Sequence, names: Sequence[str]) -> 
 
 
 def write_run_files(
-    output_dir: Path, groups: Sequence, config: str, seed: int, settings: dict, resume: str = "the same command"
-) -> None:
+    output_dir: Path, groups: Sequence, config: str, seed: int, settings: dict, resume: str = "the same command",
+    on_gpu: bool = False,
+) -> None:  # fmt: skip
     """`resolved_config.yaml` (give it to --config to repeat the run) and `run.json` (seed, versions, commit, ...).
 
+    A run that is gone on with keeps its run.json; command, commit and device of the later parts are added to it.
     `resume` names, in the error of a folder that cannot be written, what goes on once it can.
     """
     try:
@@ -113,19 +115,24 @@ def write_run_files(
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
         ).stdout.strip()
-        run = {
+        part = {
             "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
-            "config": Path(config).name,
-            "seed": seed,
             "commit": commit or "unknown",
-            "python": platform.python_version(),
-            "versions": {name: version(name) for name in PACKAGES},
-            "device": torch.cuda.get_device_name()
-            if torch.cuda.is_available()
-            else f"{torch.get_num_threads()} CPU threads",
-            **settings,
+            "device": torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} CPU threads",
         }
-        write_whole(output_dir / RUN_FILE, json.dumps(run, indent=1) + "\n")
+        file = output_dir / RUN_FILE
+        if file.exists():
+            run = json.loads(file.read_text())
+            run["resumed"] = [*run.get("resumed", []), part]
+        else:
+            run = part | {
+                "config": Path(config).name,
+                "seed": seed,
+                "python": platform.python_version(),
+                "versions": {name: version(name) for name in PACKAGES},
+                **settings,
+            }
+        write_whole(file, json.dumps(run, indent=1) + "\n")
     except OSError as error:
         raise InputError(
             f"--output_dir {output_dir}: cannot be written ({error}); once it can, {resume} goes on"

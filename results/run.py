@@ -77,7 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command_file.exists():
         kept = parser.parse_args(shlex.split(command_file.read_text())[2:])
         if vars(kept) | {"seeds": None} != vars(arguments) | {"seeds": None}:
-            parser.error(f"{command_file}: of another command; take another --name, or delete {target}")
+            parser.error(
+                f"{command_file}: of another command; take another --name, or delete {target} and runs/{arguments.name}"
+            )
         seeds = list(dict.fromkeys([*kept.seeds, *seeds]))
     command_file.write_text(command_line(arguments, seeds) + "\n")
     options, config = SCRIPTS[arguments.script]

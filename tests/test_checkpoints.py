@@ -46,6 +46,8 @@ def test_a_failing_write_leaves_the_checkpoints_before_it_and_one_line(case, ear
 def test_errors_of_our_own_are_not_blamed_on_the_disk(tmp_path):
     with pytest.raises(KeyError):
         write(tmp_path / "checkpoint-5", KeyError("state"))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        write(tmp_path / "checkpoint-5", RuntimeError("CUDA out of memory"))
     assert latest_checkpoint(tmp_path) is None  # half written, not marked
 
 

@@ -6,6 +6,7 @@ import sys
 import matplotlib
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from tiny_models import build_tiny_model
 
@@ -182,8 +183,33 @@ def test_arrows_point_where_the_policy_goes():
 
 def test_run_settings(tmp_path):
     (tmp_path / "run.json").write_text('{"maps": ["SG"], "is_slippery": false}')
-    assert run_settings(["random", str(tmp_path / "nowhere"), str(tmp_path)]) == {"maps": ["SG"], "is_slippery": False}
-    assert run_settings(["random"]) == {}
+    assert run_settings(tmp_path) == {"maps": ["SG"], "is_slippery": False}
+    assert run_settings(tmp_path / "nowhere") == {}
+
+
+def test_each_run_is_read_as_it_was_trained(tmp_path, monkeypatch):
+    """Two runs, two observations; the maps and the dynamics must be the same."""
+    shared = {"maps": ["SFG"], "is_slippery": False, "dtype": "float32"}
+    settings = {"one": {"observation": "grid"}, "two": {"observation": "spaced", "max_completion_length": 9}}
+    for name, own in settings.items():
+        build_tiny_model(tmp_path / name)
+        (tmp_path / name / "run.json").write_text(json.dumps(shared | own))
+    seen = []
+
+    def policies(reader, model, grids, samples=0):
+        seen.append((reader.observation, reader.max_completion_tokens, reader.is_slippery, grids, model.dtype))
+        return ModelPolicies([constant_policy(len(g) * len(g[0]), RIGHT) for g in grids], 1.0, [])
+
+    monkeypatch.setattr("evaluate_policy.PolicyReader.policies", policies)
+    runs = [str(tmp_path / name) for name in settings]
+    arguments = ["--samples_per_state", "0", "--episodes", "2"]
+    assert main(["--policies", *runs, *arguments]) == 0
+    of_both = (False, [("SFG",)], torch.float32)
+    assert seen == [("grid", 64, *of_both), ("spaced", 9, *of_both)]
+    (tmp_path / "two/run.json").write_text(json.dumps(shared | {"maps": ["SG"]}))
+    with pytest.raises(InputError, match=r"of runs with other maps; judge them one by one or give --map"):
+        main(["--policies", *runs, *arguments])
+    assert main(["--policies", *runs, *arguments, "--map", "4x4"]) == 0
 
 
 # The command ---------------------------------------------------------------------------------------------------

@@ -127,6 +127,8 @@ def test_check_grid_names_the_place():
     assert check_grid(["SF", "FG"]) == ("SF", "FG")
     with pytest.raises(InputError, match=r"^here: .*no start"):
         check_grid(["FF", "FG"], where="here")
+    with pytest.raises(InputError, match=r"SFS\|FFG: has several starts"):
+        state_text(("SFS", "FFG"), 1)
     assert check_grid(["SFH", "HFF", "GHF", "FFF"])[0] == "SFH", "a way around three sides"
     with pytest.raises(InputError, match=r"^here: 'SFH\|FHH\|HHG' has no way from S to G"):
         check_grid(["SFH", "FHH", "HHG"], where="here")

@@ -268,6 +268,17 @@ def test_signal_in_the_last_step_ends_the_run_as_usual(never_interrupted, answer
     assert_same_end(out, never_interrupted("plain"))
 
 
+@pytest.mark.parametrize("function", ["model_policies", "evaluate_policies"])  # of the untrained model, of the trained
+def test_signal_in_an_evaluation_leaves_at_once(function, never_interrupted, answering_llama, tmp_path):
+    out, log = tmp_path / "out", tmp_path / "plain.log"
+    arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["plain"])
+    sabotage = at_call(train_script, function, 1, lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+    assert run(arguments, log, sabotage) == EXIT_INTERRUPTED
+    assert "leaving the evaluation; --resume_from_checkpoint auto begins it again" in log.read_text()
+    assert run([*arguments, "--resume_from_checkpoint", "auto"], log) == 0, log.read_text()
+    assert_same_end(out, never_interrupted("plain"))
+
+
 def test_signal_to_the_real_command(answering_llama, tmp_path):
     out = tmp_path / "out"
     arguments = small_run(answering_llama, out, "--max_steps", 100_000, "--save_steps", 100_000, "--evaluate_steps", 0)
@@ -284,6 +295,38 @@ def test_signal_to_the_real_command(answering_llama, tmp_path):
     assert process.returncode == EXIT_INTERRUPTED
     step = train_script.latest_checkpoint(out).name.rpartition("-")[2]
     assert f"SIGTERM: checkpoint of step {step} written; --resume_from_checkpoint auto goes on" in printed
+
+
+def test_what_may_change_on_the_way_and_what_may_not(answering_llama, tmp_path):
+    out, log = tmp_path / "out", tmp_path / "log"
+    arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["plain"])
+    assert run(arguments, log, killed_at_step(3)) == KILLED
+    resumed = [*arguments, "--resume_from_checkpoint", "auto"]
+    assert run([*resumed, "--beta", "0.5"], log) == EXIT_INPUT_ERROR
+    assert "--beta 0.5: " in log.read_text()
+    first = json.loads((out / "run.json").read_text())
+    assert run([*resumed, "--max_steps", "3", "--save_steps", "1"], log) == 0, log.read_text()
+    second = json.loads((out / "run.json").read_text())
+    assert len(second.pop("resumed")) == 1
+    assert second == first, "the beginning keeps its command, commit and device"
+
+
+def test_a_run_that_stopped_by_itself_goes_on_where_it_is_told_to(answering_llama, tmp_path):
+    out, log = tmp_path / "out", tmp_path / "log"
+    arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["stopped"])
+    assert run(arguments, log, pretend_optimal) == 0, log.read_text()
+    assert [line["step"] for line in metrics_of(out)] == [1, 2]
+    more = ("--resume_from_checkpoint", str(out / "checkpoint-2"), "--stop_when", "never", "--max_steps", 3)
+    assert run([*arguments, *map(str, more)], log) == 0, log.read_text()
+    assert [line["step"] for line in metrics_of(out)] == [1, 2, 3]
+
+
+def test_a_checkpoint_of_another_run_is_refused(never_interrupted, answering_llama, tmp_path):
+    other = never_interrupted("plain")
+    arguments = small_run(answering_llama, tmp_path / "out", *NO_PICTURES, *SETTINGS["plain"])
+    log = tmp_path / "log"
+    assert run([*arguments, "--resume_from_checkpoint", str(other / "checkpoint-4")], log) == EXIT_INPUT_ERROR
+    assert "is of another run than --output_dir" in log.read_text()
 
 
 def test_resume_from_a_named_checkpoint(never_interrupted, answering_llama, tmp_path):
