@@ -451,7 +451,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         revision=model_config.model_revision,
     )
     adapters: list[Path] = []  # what the trained policy is made of, on top of the plain base model
+    revision = model_config.model_revision
     if isinstance(model, PeftModel):
+        revision = model.peft_config["default"].revision or "main"
         adapters.append(Path(model_config.model_name_or_path))
         model = model.merge_and_unload()
     if quantization is None:
@@ -460,6 +462,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{stop.received} before the first step: --resume_from_checkpoint auto begins again")
         return EXIT_INTERRUPTED
     lora = get_peft_config(model_config)
+    lora.revision = None if revision == "main" else revision  # saved with the adapter, for whoever loads its base
     try:
         model = get_peft_model(model, lora).unload()  # a mistake in the names shows before anything is written
     except ValueError as error:
@@ -572,7 +575,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         trained.peft_config["default"].base_model_name_or_path,
         dtype=model_config.dtype or "bfloat16",
         attn_implementation=model_config.attn_implementation,
-        revision=model_config.model_revision,
+        revision=revision,
     )
     trained = join_adapters(base.to(training.device), [*adapters, output_dir / GRPO_FOLDER])
     trained.save_pretrained(output_dir)

@@ -53,7 +53,7 @@ def load_tokenizer(name_or_path: str | Path, revision: str = "main") -> PreTrain
     """
     place, options = locate(name_or_path, revision)
     if is_adapter(place) and not (Path(place) / "tokenizer_config.json").is_file():
-        place, options = locate(base_of_adapter(place))
+        place, options = locate(*base_of_adapter(place))
     with input_errors(name_or_path, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(**options, padding_side="left")
     if tokenizer.pad_token is None:
@@ -70,7 +70,6 @@ def load_model(
     quantization_config: object | None = None,
     device_map: str | dict | None = None,
     revision: str = "main",
-    is_trainable: bool = False,
 ) -> PreTrainedModel | PeftModel:
     """Load a causal language model.
 
@@ -79,7 +78,6 @@ def load_model(
             other), or a folder with a PEFT adapter (its base model is loaded, too, and the adapter put on top).
         dtype: "auto" (as stored), "float32", "bfloat16" or "float16".
         attn_implementation, quantization_config, device_map, revision: as in transformers' `from_pretrained`.
-        is_trainable: whether the weights of an adapter go on training; a model without one always can.
 
     Raises `InputError` for a path that is not there, empty, damaged or no causal language model; a hub id that is
     unknown, gated or out of reach; an adapter without its base; a package that an option needs.
@@ -88,9 +86,10 @@ def load_model(
         raise InputError(f"dtype {dtype!r} is unknown, expected one of {', '.join(DTYPES)}")
     place, options = locate(name_or_path, revision)
     if is_adapter(place):
-        base = load_model(base_of_adapter(place), dtype, attn_implementation, quantization_config, device_map)
+        name, revision = base_of_adapter(place)
+        base = load_model(name, dtype, attn_implementation, quantization_config, device_map, revision)
         with input_errors(name_or_path, "adapter"):
-            return PeftModel.from_pretrained(base, place, is_trainable=is_trainable)
+            return PeftModel.from_pretrained(base, place)
     if "gguf_file" in options:
         if quantization_config is not None:
             raise InputError(f"{name_or_path}: a GGUF file is quantised already; leave out the quantisation options")
@@ -172,23 +171,27 @@ def is_adapter(place: str | Path) -> bool:
     return (Path(place) / "adapter_config.json").is_file() and not (Path(place) / "config.json").is_file()
 
 
-def base_of_adapter(folder: str | Path) -> str:
-    """The name of the model that an adapter belongs to. Raises `InputError` for an incomplete adapter or no base."""
+def base_of_adapter(folder: str | Path) -> tuple[str, str]:
+    """Name and revision of the model that an adapter belongs to.
+
+    Raises `InputError` for an incomplete adapter or no base.
+    """
     folder = Path(folder)
     if not any((folder / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
         raise InputError(f"{folder}: adapter_config.json without adapter_model.safetensors; save the adapter again")
     try:
-        base = json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
+        config = json.loads((folder / "adapter_config.json").read_text())
+        base, revision = str(config["base_model_name_or_path"]), config.get("revision") or "main"
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder}/adapter_config.json: no base_model_name_or_path to be read ({error!r})") from error
     try:
-        locate(str(base))
+        locate(base, revision)
     except InputError as error:
         raise InputError(
             f"{folder}: the adapter's base model is missing ({error}); "
             "put it there, or correct base_model_name_or_path in adapter_config.json"
         ) from error
-    return str(base)
+    return base, revision
 
 
 def check_architecture(name: str | Path, config: object) -> None:

@@ -142,14 +142,26 @@ def test_tokenizer_pads_left_with_its_own_token_or_the_end_token(broken):
     assert load_tokenizer(broken).pad_token == "<|im_end|>"
 
 
-@pytest.mark.parametrize("is_trainable", [False, True])
-def test_adapter_folder_loads_base_and_adapter(llama, tmp_path, is_trainable):
+def test_adapter_folder_loads_base_and_adapter(llama, tmp_path):
     saved = save_adapter(llama, tmp_path)
-    loaded = load_model(tmp_path, "float32", is_trainable=is_trainable)
+    loaded = load_model(tmp_path, "float32")
     assert torch.equal(loaded(TOKENS).logits, saved(TOKENS).logits)
     assert not torch.equal(loaded(TOKENS).logits, load_model(llama, "float32")(TOKENS).logits)
-    assert any(weight.requires_grad for weight in loaded.parameters()) is is_trainable
     assert load_tokenizer(tmp_path).get_vocab() == load_tokenizer(llama).get_vocab()
+
+
+def test_an_adapters_base_keeps_its_revision(llama, tmp_path, monkeypatch):
+    save_adapter(llama, tmp_path)
+    edit_json(tmp_path / "adapter_config.json", revision="v2")
+    asked, locate = [], models.locate
+
+    def recorded(name, revision="main"):
+        asked.append((str(name), revision))
+        return locate(name, revision)
+
+    monkeypatch.setattr(models, "locate", recorded)
+    load_model(tmp_path, "float32")
+    assert set(asked) == {(str(tmp_path), "main"), (str(llama), "v2")}
 
 
 def test_gguf_file_trains_and_saves_like_any_model(llama, tmp_path):
