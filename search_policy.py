@@ -482,7 +482,8 @@ def run_search(script: ScriptArguments, settings: SearchSettings, config: str) -
     folder = Path(script.output_dir)
     log = AnswerLog(folder / LOG_FILE)
     run_settings = {"env_id": task.env_id, "horizon_steps": task.horizon_steps, "versions": packages_used(script)}
-    write_run_files(folder, (script, settings), config or "defaults", settings.seed, run_settings)
+    on_gpu = script.proposer == "local" and torch.cuda.is_available()
+    write_run_files(folder, (script, settings), config or "defaults", settings.seed, run_settings, on_gpu=on_gpu)
     kind = "a table of actions" if task.space.is_tabular else "W s + b"
     limit = f"at most {task.horizon_steps} steps an episode"
     print(f"{task.env_id}: {task.space.count} parameters ({kind}), {limit}", flush=True)

@@ -8,8 +8,8 @@
     python train_script.py --help                                  # this script's options, then TRL's
 
 Options of TRL's GRPOConfig and ModelConfig work here, or are refused in one line; flags win over the YAML file.
-Exit codes: 0 done, 2 the input cannot be used (one line says why), 75 interrupted by SIGTERM or SIGUSR1 after a
-checkpoint was written: the same command with --resume_from_checkpoint auto goes on.
+Exit codes: 0 done, 2 the input cannot be used (one line says why), 75 interrupted by SIGTERM or SIGUSR1, after a
+checkpoint where there is one: the same command with --resume_from_checkpoint auto goes on.
 """
 
 import json
@@ -29,6 +29,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_config
 from trl.import_utils import is_vllm_available
 
@@ -181,7 +182,7 @@ def parse_arguments(argv: Sequence[str]) -> tuple[ScriptArguments, GRPOConfig, M
     return *groups, config
 
 
-def check_arguments(training: GRPOConfig, model: ModelConfig) -> None:
+def check_arguments(training: GRPOConfig, model: ModelConfig, trains: bool) -> None:
     """Conditions that TRL leaves to a crash in the first step, or does not check."""
     check_choices(training, TRL_CHOICES)
     counts = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "max_completion_length")
@@ -196,7 +197,7 @@ def check_arguments(training: GRPOConfig, model: ModelConfig) -> None:
             raise InputError(f"--{name} {getattr(training, name)}: is not passed on to the model here; leave it out")
     if training.use_vllm and not is_vllm_available():
         raise InputError("--use_vllm true: needs the package vllm (pip install vllm), or leave it out")
-    if training.n_gpu > 1 or training.world_size > 1:
+    if trains and (training.n_gpu > 1 or training.world_size > 1):
         raise InputError(
             f"{max(training.n_gpu, training.world_size)} GPUs or processes: a run takes one; set CUDA_VISIBLE_DEVICES "
             "to one GPU, and give each seed a process of its own (train_script.sh does)"
@@ -255,10 +256,11 @@ def prepare_output_dir(output_dir: Path, resume: str | None) -> Path | None:
         checkpoint = Path(resume)
         if not all((checkpoint / name).exists() for name in (COMPLETE_MARK, TRAINER_STATE_NAME)):
             raise InputError(f"--resume_from_checkpoint {resume}: no complete checkpoint there; try auto")
-        if checkpoint.resolve().parent != output_dir.resolve():
+        checkpoint = checkpoint.resolve()
+        if checkpoint.parent != output_dir.resolve():
             raise InputError(f"--resume_from_checkpoint {resume}: is of another run than --output_dir {output_dir}")
-        supersede(checkpoint)
-        (output_dir / EVALUATION_FILE).unlink(missing_ok=True)
+        if not checkpoint.name.removeprefix("checkpoint-").isdecimal():
+            raise InputError(f"--resume_from_checkpoint {resume}: expected a folder checkpoint-STEPS; try auto")
         return checkpoint
     remove_incomplete(output_dir)
     return latest_checkpoint(output_dir)
@@ -269,7 +271,8 @@ def has_ended(checkpoint: Path, max_steps: int, stop_when: str) -> bool:
     state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
     diagnostics = state.stateful_callbacks.get(PolicyDiagnostics.__name__, {"attributes": {}})
     last_step = max_steps if max_steps > 0 else state.max_steps
-    has_stopped = stop_when != "never" and diagnostics["attributes"].get("has_stopped", False)
+    kept = diagnostics["attributes"]
+    has_stopped = kept.get("has_stopped", False) and kept.get("stop_when", stop_when) == stop_when
     return state.global_step >= last_step or has_stopped
 
 
@@ -416,11 +419,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     script, training, model_config, config = parse_arguments(sys.argv[1:] if argv is None else argv)
     hardware = "CUDA" if training.device.type == "cuda" else "CPU"
     print(f"{hardware}: {config} with {model_config.model_name_or_path}, seed {training.seed}", flush=True)
-    check_arguments(training, model_config)
+    trains = script.check != "only"
+    check_arguments(training, model_config, trains)
     if script.objective == "grpo" and script.action_entropy_coef:
         print("--action_entropy_coef is of --objective expected and does nothing here; TRL's bonus is --entropy_coef")
     output_dir = Path(training.output_dir)
-    trains = script.check != "only"
     is_finished = training.resume_from_checkpoint == "auto" and (output_dir / EVALUATION_FILE).exists()
     if trains and training.resume_from_checkpoint:
         may_differ = SHOWN_OTHERWISE if is_finished else (*SHOWN_OTHERWISE, *LENGTH)
@@ -458,9 +461,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = model.merge_and_unload()
     if quantization is None:
         model.to(training.device)
-    if stop.received:
-        print(f"{stop.received} before the first step: --resume_from_checkpoint auto begins again")
-        return EXIT_INTERRUPTED
     lora = get_peft_config(model_config)
     lora.revision = None if revision == "main" else revision  # saved with the adapter, for whoever loads its base
     try:
@@ -488,16 +488,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         "dtype": model_config.dtype or "bfloat16",
         "on_adapter": bool(adapters),
     }
-    groups = (script, training, model_config)
-    write_run_files(
-        output_dir,
-        groups,
-        config,
-        training.seed,
-        settings,
-        "--resume_from_checkpoint auto",
-        training.device.type == "cuda",
-    )
+    if stop.received:
+        print(f"{stop.received} before the first step: --resume_from_checkpoint auto begins again")
+        return EXIT_INTERRUPTED
+    if resume and training.resume_from_checkpoint != "auto":
+        supersede(resume)
+        (output_dir / EVALUATION_FILE).unlink(missing_ok=True)
+    groups, go_on = (script, training, model_config), "--resume_from_checkpoint auto"
+    on_gpu = training.device.type == "cuda"
+    write_run_files(output_dir, groups, config, training.seed, settings, go_on, on_gpu)
 
     untrained = output_dir / "untrained.json"  # judged once; a resumed run shows the same row
     if not untrained.exists():
@@ -553,22 +552,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     for unwanted in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(unwanted)
-    for callback in (diagnostics, stop, MetricsFile(output_dir / "metrics.jsonl")):
+    metrics = MetricsFile(output_dir / "metrics.jsonl")
+    for callback in (diagnostics, stop, metrics):
         trainer.add_callback(callback)
-    if resume and has_ended(
-        resume, training.max_steps, script.stop_when
-    ):  # killed after the last step: the trainer would take one more
+    # Killed after the last step: the trainer would take one more
+    if resume and has_ended(resume, training.max_steps, script.stop_when):
         model.load_adapter(str(resume), adapter_name="default", is_trainable=True)
         trainer.state = TrainerState.load_from_json(str(resume / TRAINER_STATE_NAME))
         diagnostics.restore(trainer.state)
+        metrics.cut_back(trainer.state)
     else:
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
-    if stop.received and trainer.state.global_step < trainer.state.max_steps:
-        step = trainer.state.global_step
+    step = trainer.state.global_step
+    is_saved = (output_dir / f"{PREFIX_CHECKPOINT_DIR}-{step}" / COMPLETE_MARK).exists()
+    if stop.received and is_saved:
         print(f"{stop.received}: checkpoint of step {step} written; --resume_from_checkpoint auto goes on")
         return EXIT_INTERRUPTED
 
-    stop.at_once = True
+    stop.at_once = is_saved
     trained = trainer.accelerator.unwrap_model(trainer.model)
     trained.save_pretrained(output_dir / GRPO_FOLDER, selected_adapters=["default"])
     base = load_model(  # the plain one: in `trained` the warm start is merged

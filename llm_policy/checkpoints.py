@@ -1,5 +1,6 @@
 """Which checkpoints are whole: a kill in the middle of a write costs the steps since the last one and no more."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,10 +44,10 @@ def latest_checkpoint(output_dir: Path) -> Path | None:
 
 def supersede(checkpoint: Path) -> None:
     """A run goes on from `checkpoint`: those after it count as incomplete until they are written again."""
-    steps = next(steps for steps, path in _numbered(checkpoint.parent).items() if path.name == checkpoint.name)
-    for later, path in _numbered(checkpoint.parent).items():
-        if later > steps:
+    for steps, path in _numbered(checkpoint.parent).items():
+        if steps > int(checkpoint.name.removeprefix("checkpoint-")):
             (path / COMPLETE_MARK).unlink(missing_ok=True)
+    os.utime(checkpoint)  # transformers rotates by age
 
 
 def remove_incomplete(output_dir: Path) -> None:

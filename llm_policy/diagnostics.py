@@ -86,14 +86,17 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
 
     def state(self) -> dict:
         """What a checkpoint keeps of it, so that a resumed run stops where it would have stopped."""
-        kept = ("unanimous_since", "optimal_evaluations", "has_stopped")
+        kept = ("unanimous_since", "optimal_evaluations", "has_stopped", "stop_when")
         return {"args": {}, "attributes": {name: getattr(self, name) for name in kept}}
 
     def restore(self, state: TrainerState) -> None:
-        vars(self).update(state.stateful_callbacks.get(type(self).__name__, self.state())["attributes"])
-        self.has_stopped &= self.stop_when != "never"
+        kept = dict(state.stateful_callbacks.get(type(self).__name__, self.state())["attributes"])
+        stopped_by = kept.pop("stop_when", self.stop_when)
+        vars(self).update(kept)
+        self.has_stopped &= stopped_by == self.stop_when  # told to stop otherwise, or never, it goes on
 
     def on_train_begin(self, args, state, control, **kwargs):
+        state.compute_steps(args, state.max_steps)  # a resumed run's own intervals, not those in the checkpoint
         self.restore(state)
         self.started = time.perf_counter()
         writer = self._tensorboard_writer()
@@ -121,7 +124,9 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
                 self.has_stopped = True
         if self.stop_when in ("collapsed", "either") and self.has_collapsed(state.global_step):
             self.has_stopped = True
-        control.should_training_stop |= self.has_stopped
+        if self.has_stopped:
+            control.should_training_stop = True
+            control.should_save = args.save_strategy != "no"  # an evaluation that is interrupted begins from there
 
     def evaluate(self, step: int) -> list[PolicyScore]:
         """Judge the greedy policy now, add the figures to the step's metrics and the picture to TensorBoard."""
@@ -192,6 +197,10 @@ class MetricsFile(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.started, self.first_step = time.perf_counter(), state.global_step
+        self.cut_back(state)
+
+    def cut_back(self, state: TrainerState) -> None:
+        """Leave out what stands behind the checkpoint that a run goes on from."""
         kept = []
         if self.path.exists():
             kept = [line for line in self.path.read_text().splitlines() if self._step(line) <= state.global_step]

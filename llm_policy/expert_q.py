@@ -319,6 +319,7 @@ def _check_header(path: str | Path, header: list[str]) -> None:
 
 def _acting_place(text: str) -> tuple[Grid, int]:
     grid, state = parse_state_text(text)
+    state_text(grid, state)  # `InputError` for what cannot be written as a state again
     letter = "".join(grid)[state]
     if letter in "HG":
         where = {"H": "in a hole", "G": "at the goal"}[letter]

@@ -35,6 +35,8 @@ def parse_config(argv: Sequence[str], groups: Sequence[type], default: Path | No
     for i, argument in enumerate(argv):
         if argument.startswith("--config="):
             argv[i : i + 1] = argument.split("=", 1)
+    while argv.count("--config") > 1:  # the last one counts, as for every other option
+        del argv[argv.index("--config") : argv.index("--config") + 2]
     if "--config" not in argv and default is not None:
         argv = ["--config", str(default), *argv]
     config = ""
@@ -122,7 +124,7 @@ def write_run_files(
         }
         file = output_dir / RUN_FILE
         if file.exists():
-            run = json.loads(file.read_text())
+            run = {**settings, **json.loads(file.read_text())}
             run["resumed"] = [*run.get("resumed", []), part]
         else:
             run = part | {

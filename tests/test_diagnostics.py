@@ -15,6 +15,7 @@ from llm_policy.mdp import AGREEMENT_GAMMA, greedy_policy, optimal_q
 from llm_policy.policy_table import ModelPolicies, constant_policy, score_policy, uniform_policy
 
 GRID = CANONICAL_GRIDS["4x4"]
+ARGUMENTS = SimpleNamespace(save_strategy="steps")
 FOUR_STATES = ("SFFFG",)
 EXPERT = greedy_policy(optimal_q(lake_mdp(GRID), AGREEMENT_GAMMA))
 
@@ -101,7 +102,7 @@ def stopped_at(unanimous_shares: list[float | None], stop_when: str, entropies: 
         if entropies is not None:  # one a micro-batch
             trainer._metrics["train"]["action/entropy"] = entropies
         control = SimpleNamespace(should_training_stop=False)
-        diagnostics.on_step_end(None, SimpleNamespace(global_step=step, max_steps=1000), control)
+        diagnostics.on_step_end(ARGUMENTS, SimpleNamespace(global_step=step, max_steps=1000), control)
         if control.should_training_stop:
             return step, diagnostics.with_collapse("partly learned", step)
     assert trainer._metrics["train"]["reward/random"] == [0.7] * len(unanimous_shares)
@@ -163,7 +164,7 @@ def test_evaluation_at_its_interval_and_after_the_last_step():
     diagnostics.started = 0.0
     for step in range(1, 8):
         control = SimpleNamespace(should_training_stop=False)
-        diagnostics.on_step_end(None, SimpleNamespace(global_step=step, max_steps=7), control)
+        diagnostics.on_step_end(ARGUMENTS, SimpleNamespace(global_step=step, max_steps=7), control)
         metrics = trainer._metrics["train"]
         assert len(metrics["policy/optimal_states"]) == [0, 0, 1, 1, 1, 2, 3][step - 1]
     figures = {name: values[-1] for name, values in metrics.items() if name.startswith("policy/")}
@@ -191,7 +192,7 @@ def test_stops_where_the_optimum_is_steady(percents, step, monkeypatch):
     stops = []
     for n in range(1, len(percents) + 1):
         control = SimpleNamespace(should_training_stop=False)
-        diagnostics.on_step_end(None, SimpleNamespace(global_step=n, max_steps=1000), control)
+        diagnostics.on_step_end(ARGUMENTS, SimpleNamespace(global_step=n, max_steps=1000), control)
         stops.append(control.should_training_stop)
     assert stops == [step is not None and n >= step for n in range(1, len(percents) + 1)]
 
@@ -203,7 +204,7 @@ def test_one_map_at_its_optimum_is_not_all_of_them(monkeypatch):
     monkeypatch.setattr(diagnostics, "evaluate", lambda _: scores)
     for step in range(1, 5):
         control = SimpleNamespace(should_training_stop=False)
-        diagnostics.on_step_end(None, SimpleNamespace(global_step=step, max_steps=1000), control)
+        diagnostics.on_step_end(ARGUMENTS, SimpleNamespace(global_step=step, max_steps=1000), control)
         assert not control.should_training_stop
 
 

@@ -160,6 +160,10 @@ def signalled_at_step(step: int, number: signal.Signals) -> Callable[[], None]:
     return at_call(torch.optim.AdamW, "step", step, lambda *_: os.kill(os.getpid(), number))
 
 
+def signal_in(function: str) -> Callable[[], None]:
+    return at_call(train_script, function, 1, lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+
+
 def pretend_optimal() -> None:
     score_policy = llm_policy.diagnostics.score_policy
     llm_policy.diagnostics.score_policy = lambda *arguments: dataclasses.replace(
@@ -261,19 +265,28 @@ def test_signal(setting, number, step, checkpoint, never_interrupted, answering_
     assert_same_end(out, never_interrupted(setting))
 
 
-def test_signal_in_the_last_step_ends_the_run_as_usual(never_interrupted, answering_llama, tmp_path):
+def test_signal_in_the_last_step_leaves_the_evaluation_to_the_resumed_run(never_interrupted, answering_llama, tmp_path):
     out, log = tmp_path / "out", tmp_path / "plain.log"
     arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["plain"])
-    assert run(arguments, log, signalled_at_step(2 + 4, signal.SIGTERM)) == 0
+    assert run(arguments, log, signalled_at_step(2 + 4, signal.SIGTERM)) == EXIT_INTERRUPTED
+    assert run([*arguments, "--resume_from_checkpoint", "auto"], log) == 0, log.read_text()
     assert_same_end(out, never_interrupted("plain"))
+
+
+def test_a_run_that_stops_by_itself_leaves_a_checkpoint_of_that_step(answering_llama, tmp_path):
+    out, log = tmp_path / "out", tmp_path / "stopped.log"
+    arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["stopped"], "--save_steps", 5)
+    assert run(arguments, log, signal_in("evaluate_policies")) == EXIT_INTERRUPTED
+    assert train_script.latest_checkpoint(out).name == "checkpoint-2"
+    assert run([*arguments, "--resume_from_checkpoint", "auto"], log) == 0, log.read_text()
+    assert [line["step"] for line in metrics_of(out)] == [1, 2]
 
 
 @pytest.mark.parametrize("function", ["model_policies", "evaluate_policies"])  # of the untrained model, of the trained
 def test_signal_in_an_evaluation_leaves_at_once(function, never_interrupted, answering_llama, tmp_path):
     out, log = tmp_path / "out", tmp_path / "plain.log"
     arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["plain"])
-    sabotage = at_call(train_script, function, 1, lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
-    assert run(arguments, log, sabotage) == EXIT_INTERRUPTED
+    assert run(arguments, log, signal_in(function)) == EXIT_INTERRUPTED
     assert "leaving the evaluation; --resume_from_checkpoint auto begins it again" in log.read_text()
     assert run([*arguments, "--resume_from_checkpoint", "auto"], log) == 0, log.read_text()
     assert_same_end(out, never_interrupted("plain"))
@@ -305,7 +318,9 @@ def test_what_may_change_on_the_way_and_what_may_not(answering_llama, tmp_path):
     assert run([*resumed, "--beta", "0.5"], log) == EXIT_INPUT_ERROR
     assert "--beta 0.5: " in log.read_text()
     first = json.loads((out / "run.json").read_text())
-    assert run([*resumed, "--max_steps", "3", "--save_steps", "1"], log) == 0, log.read_text()
+    assert run([*resumed, "--max_steps", "4", "--save_steps", "1"], log) == 0, log.read_text()
+    assert train_script.latest_checkpoint(out).name == "checkpoint-4"
+    assert (out / "checkpoint-3").exists(), "the interval is the new one"
     second = json.loads((out / "run.json").read_text())
     assert len(second.pop("resumed")) == 1
     assert second == first, "the beginning keeps its command, commit and device"

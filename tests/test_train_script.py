@@ -342,6 +342,12 @@ def test_optional_arguments_survive_the_resolved_config(tmp_path):
         assert str(one) == str(other)
 
 
+def test_the_last_configuration_counts():
+    script, _, _, config = parse_arguments(["--config", LAPTOP, f"--config={ROOT}/configs/random_maps.yaml"])
+    assert config.endswith("random_maps.yaml")
+    assert script.test_maps == 200
+
+
 # Bad input -----------------------------------------------------------------------------------------------------
 
 CONFIGS = {
