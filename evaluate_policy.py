@@ -299,10 +299,9 @@ def run_settings(name: str | Path) -> dict:
     if not path.is_file():
         return {}
     try:
-        settings = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except ValueError as error:
-        raise InputError(f"{path}: is no JSON ({error}); give --map, or train again") from error
-    return settings
+        raise InputError(f"{path}: is no JSON ({error}); judge another folder, or train again") from error
 
 
 def shared_settings(runs: dict[str, dict], arguments: EvaluationArguments) -> dict:
