@@ -578,9 +578,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         attn_implementation=model_config.attn_implementation,
         revision=revision,
     )
-    trained = join_adapters(base.to(training.device), [*adapters, output_dir / GRPO_FOLDER])
-    trained.save_pretrained(output_dir)
+    join_adapters(base.to(training.device), [*adapters, output_dir / GRPO_FOLDER]).save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
+    # Judged is what a user loads: PEFT loads an adapter in float32, in memory it has the model's dtype.
+    trained = load_model(
+        output_dir, dtype=model_config.dtype or "bfloat16", attn_implementation=model_config.attn_implementation
+    ).to(training.device)
     set_seed(training.seed)  # the same samples, resumed or not
     tables, validities = model_policies(trained, reader, grids, "trained", script.samples_per_state)
     untrained_tables, untrained_validities = json.loads(untrained.read_text())
