@@ -41,6 +41,7 @@ from llm_policy.expert_q import read_expert_csv
 from llm_policy.frozen_lake import ACTIONS, Grid, shortest_path_policy
 from llm_policy.grpo import OBJECTIVES, PolicyTrainer
 from llm_policy.linter import lint
+from llm_policy.mdp import optimal_actions
 from llm_policy.models import ROOT, load_model, load_tokenizer
 from llm_policy.policy_table import PolicyReader
 from llm_policy.run_files import (
@@ -55,7 +56,7 @@ from llm_policy.run_files import (
 )
 from llm_policy.warm_start import join_adapters, sampled_format_validity, teach_format
 from prompts import OBSERVATIONS, Messages, fit_to_template, format_example, policy_messages
-from rewards import REWARD_SHAPES, AdvantageReward, reward_functions, well_formed_rewards
+from rewards import OPTIMAL_TOLERANCE, REWARD_SHAPES, AdvantageReward, reward_functions, well_formed_rewards
 
 WARM_STARTS = ("auto", "always", "never")
 CHECKS = ("stop", "warn", "only")
@@ -126,6 +127,12 @@ class ScriptArguments:
         },
     )
     test_map_seed: int = field(default=1, metadata={"help": "Of the draw of test maps."})
+    balance_actions: bool = field(
+        default=False,
+        metadata={
+            "help": "Show states so that each action is the best one equally often; false: every state equally often."
+        },
+    )
     check: str = field(
         default="stop",
         metadata={
@@ -350,8 +357,24 @@ def check_data(
     return not errors
 
 
-def build_dataset(table, prompts: list[Messages], training: GRPOConfig) -> Dataset:
-    """One row a state: `prompt` (messages), `q_values`, `state`, `map`. Repeated where a batch needs more rows."""
+def balancing_weights(q_values_PA: np.ndarray) -> np.ndarray:
+    """Weights (P,) that sum to 1: in draws with them each action is the best one equally often.
+
+    With three states where LEFT is best and one where UP is: 1/6, 1/6, 1/6, 1/2. A state with several best actions
+    weighs their mean.
+    """
+    best_PA = optimal_actions(q_values_PA, OPTIMAL_TOLERANCE)
+    share_PA = best_PA / best_PA.sum(axis=1, keepdims=True)
+    how_often_A = np.maximum(share_PA.sum(axis=0), np.finfo(float).tiny)  # 0: an action that is best nowhere
+    weights_P = (share_PA / how_often_A).sum(axis=1)
+    return weights_P / weights_P.sum()
+
+
+def build_dataset(table, prompts: list[Messages], training: GRPOConfig, balance_actions: bool = False) -> Dataset:
+    """One row a state: `prompt` (messages), `q_values`, `state`, `map`. Repeated where a batch needs more rows.
+
+    With `balance_actions` as many rows, drawn with `balancing_weights`.
+    """
     rows = [
         {
             "prompt": messages,
@@ -361,6 +384,10 @@ def build_dataset(table, prompts: list[Messages], training: GRPOConfig) -> Datas
         }
         for record, messages in zip(table.to_dict("records"), prompts, strict=True)
     ]
+    if balance_actions:
+        weights_P = balancing_weights(np.array(table["q_values"].tolist()))
+        drawn = np.random.default_rng(training.seed).choice(len(rows), size=len(rows), p=weights_P)
+        rows = [rows[row] for row in drawn]
     needed = training.generation_batch_size // training.num_generations
     if len(rows) < needed:
         print(f"{len(rows)} states for {needed} prompts a batch: states are repeated")
@@ -478,7 +505,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not trains:
         print("no errors" if is_clean else "errors: see above")
         return 0 if is_clean else EXIT_INPUT_ERROR
-    dataset = build_dataset(table, prompts, training)
+    dataset = build_dataset(table, prompts, training, script.balance_actions)
     reader = PolicyReader(tokenizer, script.is_slippery, script.observation, training.max_completion_length)
     settings = {
         "maps": ["|".join(grid) for grid in grids],
@@ -522,7 +549,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def action_rewards(rows: list[dict]) -> np.ndarray:
         return well_formed_rewards([row["q_values"] for row in rows], scale, training.reward_weights)
 
-    rewards_PA = action_rewards(table.to_dict("records"))
+    rewards_PA = action_rewards(list(dataset))
     constant_action = int(rewards_PA.mean(axis=0).argmax())
     trainer = PolicyTrainer(
         model,

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file
@@ -20,10 +22,20 @@ import evaluate_policy
 import train_script
 from llm_policy.errors import InputError, run_script
 from llm_policy.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
+from llm_policy.mdp import optimal_actions
 from llm_policy.models import ROOT, load_model, load_tokenizer
 from llm_policy.run_files import resolved_config
 from prompts import prompt_token_ids
-from train_script import GRPO_FOLDER, WARM_START_FOLDER, ScriptArguments, held_out, main, parse_arguments
+from train_script import (
+    GRPO_FOLDER,
+    WARM_START_FOLDER,
+    ScriptArguments,
+    balancing_weights,
+    build_dataset,
+    held_out,
+    main,
+    parse_arguments,
+)
 
 LAPTOP = str(ROOT / "configs/laptop.yaml")
 CSV = ROOT / "expert_demos_batched_avg_q.csv"
@@ -292,10 +304,11 @@ def test_flags_arrive_and_what_is_trained_is_what_is_judged(answering_llama, tmp
     monkeypatch.setattr(train_script, "model_policies", judged)
     dry = write_expert_csv(ExpertOptions(is_slippery=False, rows="states", output=str(tmp_path / "dry.csv")))
     more = ("--expert_csv", dry, "--is_slippery", "false", "--observation", "grid", "--warm_start", "never")
-    more += ("--action_entropy_coef", "0.7", "--reward_shape", "rank")
+    more += ("--action_entropy_coef", "0.7", "--reward_shape", "rank", "--balance_actions", "true")
     with pytest.raises(Made):
         main(small_run(answering_llama, tmp_path / "out", *more))
     assert len(seen["train_dataset"]) == 11
+    assert len(set(seen["train_dataset"]["state"])) < 11  # balanced: drawn
     for row in seen["train_dataset"]:
         cell = tuple(row["map"].split("|")), row["state"]
         assert prompt_token_ids(row["prompt"], seen["reader"].tokenizer) == seen["reader"].prompt(*cell)
@@ -430,6 +443,36 @@ def test_maps_held_out_are_not_trained_on(tmp_path):
         assert list(rows.index) == list(range(len(rows)))
         assert tested == held_out(table, ScriptArguments(test_maps=6, test_map_seed=seed))[1]
     assert tested != held_out(table, ScriptArguments(test_maps=6, test_map_seed=1))[1]
+
+
+def test_balancing_weights():
+    left, up, left_or_up = [1.0, 0.0, 0.0, 0.0], [0.1, 0.2, 0.3, 0.4], [0.5, 0.0, 0.0, 0.5]
+    assert balancing_weights(np.array([left] * 3 + [up])) == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
+    assert balancing_weights(np.array([left, up, left_or_up])) == pytest.approx([1 / 3, 1 / 3, 1 / 3])
+
+
+def test_balanced_rows_show_each_best_action_equally_often(tmp_path):
+    lakes = tmp_path / "lakes.csv"
+    write_expert_csv(ExpertOptions(random_maps=200, rows="states", is_slippery=False, output=str(lakes)))
+    table = read_expert_csv(lakes)
+    prompts = [[{"role": "user", "content": str(row)}] for row in range(len(table))]
+
+    def rows(seed: int, is_balanced: bool) -> Dataset:
+        _, training, _, _ = parse_arguments(small_run(tmp_path, tmp_path / "out", "--seed", seed))
+        return build_dataset(table, prompts, training, is_balanced)
+
+    def share_A(dataset: Dataset) -> np.ndarray:
+        best_PA = optimal_actions(np.array(dataset["q_values"]))
+        return (best_PA / best_PA.sum(axis=1, keepdims=True)).mean(axis=0)
+
+    assert share_A(rows(0, False)).min() < 0.1  # on dry ice the way leads down and right
+    balanced = rows(0, True)
+    assert share_A(balanced) == pytest.approx([0.25] * 4, abs=0.03)
+    for row in list(balanced)[:20]:
+        of_table = table.iloc[int(row["prompt"][0]["content"])]
+        assert (row["state"], row["q_values"]) == (of_table["state"], list(of_table["q_values"]))
+    assert balanced["prompt"] == rows(0, True)["prompt"]  # a resumed run sees the same rows
+    assert balanced["prompt"] != rows(1, True)["prompt"]
 
 
 BAD_INPUT = [
