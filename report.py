@@ -33,6 +33,7 @@ CURVES = {  # what the first figure shows
     "original_reproduced": "the original, reproduced",
 }
 MAPS = "random_maps"  # folders of runs on many maps, judged on maps never seen: the second figure
+OBSERVATIONS = "observation_"  # the same, short: one observation against another
 
 
 def seeds_of(folder: Path) -> list[dict]:
@@ -144,8 +145,6 @@ def maps_table(results: dict[str, list[dict]]) -> str:
         "|" + "---|" * (7 + len(others)),
     ]
     for name, seeds in results.items():
-        if not name.startswith(MAPS):
-            continue
         trained = [s["policies"]["trained, greedy"] for s in seeds]
         percents = [f"{_percent_of_optimal(seeds, policy):.1f}" for policy in others]
         states = ", ".join(f"{row['optimal_states']:.1f}" for row in trained)
@@ -317,12 +316,15 @@ def main() -> int:
         return 2
     ablations = {name: seeds for name, seeds in results.items() if name.startswith(ABLATION)}
     maps = {name: seeds for name, seeds in results.items() if name.startswith(MAPS)}
-    reported = {name: seeds for name, seeds in results.items() if name not in (*ablations, *maps)}
+    observations = {name: seeds for name, seeds in results.items() if name.startswith(OBSERVATIONS)}
+    reported = {name: seeds for name, seeds in results.items() if name not in (*ablations, *maps, *observations)}
     sections = {"results": training_table(reported), "speed": speed_table(), "search": search_table(results)}
     if ablations:
         sections["ablations"] = ablation_table(results)
     if maps:
         sections["maps"] = maps_table(maps)
+    if observations:
+        sections["observations"] = maps_table(observations)
     readme = ROOT / "README.md"
     text = new = readme.read_text()
     for name, table in sections.items():
