@@ -361,10 +361,12 @@ def balancing_weights(q_values_PA: np.ndarray) -> np.ndarray:
     """Weights (P,) that sum to 1: in draws with them each action is the best one equally often.
 
     With three states where LEFT is best and one where UP is: 1/6, 1/6, 1/6, 1/2. A state with several best actions
-    weighs their mean.
+    weighs their mean, one where all are best (the goal out of reach) nothing, for it teaches nothing.
     """
     best_PA = optimal_actions(q_values_PA, OPTIMAL_TOLERANCE)
     share_PA = best_PA / best_PA.sum(axis=1, keepdims=True)
+    if not best_PA.all():
+        share_PA[best_PA.all(axis=1)] = 0.0
     how_often_A = np.maximum(share_PA.sum(axis=0), np.finfo(float).tiny)  # 0: an action that is best nowhere
     weights_P = (share_PA / how_often_A).sum(axis=1)
     return weights_P / weights_P.sum()

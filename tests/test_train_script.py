@@ -449,6 +449,8 @@ def test_balancing_weights():
     left, up, left_or_up = [1.0, 0.0, 0.0, 0.0], [0.1, 0.2, 0.3, 0.4], [0.5, 0.0, 0.0, 0.5]
     assert balancing_weights(np.array([left] * 3 + [up])) == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
     assert balancing_weights(np.array([left, up, left_or_up])) == pytest.approx([1 / 3, 1 / 3, 1 / 3])
+    assert balancing_weights(np.array([left, up, [0.5] * 4])) == pytest.approx([1 / 2, 1 / 2, 0.0])
+    assert balancing_weights(np.array([[0.5] * 4] * 2)) == pytest.approx([1 / 2, 1 / 2])
 
 
 def test_balanced_rows_show_each_best_action_equally_often(tmp_path):
@@ -468,6 +470,7 @@ def test_balanced_rows_show_each_best_action_equally_often(tmp_path):
     assert share_A(rows(0, False)).min() < 0.1  # on dry ice the way leads down and right
     balanced = rows(0, True)
     assert share_A(balanced) == pytest.approx([0.25] * 4, abs=0.03)
+    assert not optimal_actions(np.array(balanced["q_values"])).all(axis=1).any()
     for row in list(balanced)[:20]:
         of_table = table.iloc[int(row["prompt"][0]["content"])]
         assert (row["state"], row["q_values"]) == (of_table["state"], list(of_table["q_values"]))
