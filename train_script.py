@@ -127,10 +127,11 @@ class ScriptArguments:
         },
     )
     test_map_seed: int = field(default=1, metadata={"help": "Of the draw of test maps."})
-    balance_actions: bool = field(
-        default=False,
+    balance_actions: float = field(
+        default=0.0,
         metadata={
-            "help": "Show states so that each action is the best one equally often; false: every state equally often."
+            "help": "Share of the states that are drawn so that each action is the best one equally often; the others "
+            "are drawn alike. 0: each state in turn."
         },
     )
     check: str = field(
@@ -162,6 +163,8 @@ class ScriptArguments:
             raise InputError(f"--stop_when {self.stop_when}: needs --evaluate_steps of at least 1 to see the optimum")
         if not 0 < self.warm_start_threshold <= 1:
             raise InputError(f"--warm_start_threshold {self.warm_start_threshold:g}: expected a share, above 0 up to 1")
+        if not 0 <= self.balance_actions <= 1:
+            raise InputError(f"--balance_actions {self.balance_actions:g}: expected a share, from 0 to 1")
         if not self.warm_start_learning_rate > 0:
             raise InputError(f"--warm_start_learning_rate {self.warm_start_learning_rate:g}: expected a number above 0")
         least = {
@@ -372,10 +375,10 @@ def balancing_weights(q_values_PA: np.ndarray) -> np.ndarray:
     return weights_P / weights_P.sum()
 
 
-def build_dataset(table, prompts: list[Messages], training: GRPOConfig, balance_actions: bool = False) -> Dataset:
+def build_dataset(table, prompts: list[Messages], training: GRPOConfig, balanced_share: float = 0.0) -> Dataset:
     """One row a state: `prompt` (messages), `q_values`, `state`, `map`. Repeated where a batch needs more rows.
 
-    With `balance_actions` as many rows, drawn with `balancing_weights`.
+    With a `balanced_share` above 0 as many rows are drawn, that share of them with `balancing_weights`.
     """
     rows = [
         {
@@ -386,8 +389,9 @@ def build_dataset(table, prompts: list[Messages], training: GRPOConfig, balance_
         }
         for record, messages in zip(table.to_dict("records"), prompts, strict=True)
     ]
-    if balance_actions:
-        weights_P = balancing_weights(np.array(table["q_values"].tolist()))
+    if balanced_share:
+        balanced_P = balancing_weights(np.array(table["q_values"].tolist()))
+        weights_P = balanced_share * balanced_P + (1 - balanced_share) / len(rows)
         drawn = np.random.default_rng(training.seed).choice(len(rows), size=len(rows), p=weights_P)
         rows = [rows[row] for row in drawn]
     needed = training.generation_batch_size // training.num_generations

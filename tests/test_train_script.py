@@ -304,7 +304,7 @@ def test_flags_arrive_and_what_is_trained_is_what_is_judged(answering_llama, tmp
     monkeypatch.setattr(train_script, "model_policies", judged)
     dry = write_expert_csv(ExpertOptions(is_slippery=False, rows="states", output=str(tmp_path / "dry.csv")))
     more = ("--expert_csv", dry, "--is_slippery", "false", "--observation", "grid", "--warm_start", "never")
-    more += ("--action_entropy_coef", "0.7", "--reward_shape", "rank", "--balance_actions", "true")
+    more += ("--action_entropy_coef", "0.7", "--reward_shape", "rank", "--balance_actions", "1")
     with pytest.raises(Made):
         main(small_run(answering_llama, tmp_path / "out", *more))
     assert len(seen["train_dataset"]) == 11
@@ -459,23 +459,24 @@ def test_balanced_rows_show_each_best_action_equally_often(tmp_path):
     table = read_expert_csv(lakes)
     prompts = [[{"role": "user", "content": str(row)}] for row in range(len(table))]
 
-    def rows(seed: int, is_balanced: bool) -> Dataset:
+    def rows(seed: int, balanced_share: float) -> Dataset:
         _, training, _, _ = parse_arguments(small_run(tmp_path, tmp_path / "out", "--seed", seed))
-        return build_dataset(table, prompts, training, is_balanced)
+        return build_dataset(table, prompts, training, balanced_share)
 
     def share_A(dataset: Dataset) -> np.ndarray:
         best_PA = optimal_actions(np.array(dataset["q_values"]))
         return (best_PA / best_PA.sum(axis=1, keepdims=True)).mean(axis=0)
 
-    assert share_A(rows(0, False)).min() < 0.1  # on dry ice the way leads down and right
-    balanced = rows(0, True)
+    as_they_are, balanced = rows(0, 0), rows(0, 1)
+    assert share_A(as_they_are).min() < 0.1  # on dry ice the way leads down and right
     assert share_A(balanced) == pytest.approx([0.25] * 4, abs=0.03)
+    assert share_A(rows(0, 0.5)) == pytest.approx((share_A(as_they_are) + share_A(balanced)) / 2, abs=0.03)
     assert not optimal_actions(np.array(balanced["q_values"])).all(axis=1).any()
     for row in list(balanced)[:20]:
         of_table = table.iloc[int(row["prompt"][0]["content"])]
         assert (row["state"], row["q_values"]) == (of_table["state"], list(of_table["q_values"]))
-    assert balanced["prompt"] == rows(0, True)["prompt"]  # a resumed run sees the same rows
-    assert balanced["prompt"] != rows(1, True)["prompt"]
+    assert balanced["prompt"] == rows(0, 1)["prompt"]  # a resumed run sees the same rows
+    assert balanced["prompt"] != rows(1, 1)["prompt"]
 
 
 BAD_INPUT = [
@@ -513,6 +514,7 @@ BAD_INPUT = [
     (["--warm_start", "sometimes"], "--warm_start 'sometimes': expected one of auto, always, never"),
     (["--stop_when", "bored"], "--stop_when 'bored': expected one of optimal, collapsed, either, never"),
     (["--check", "maybe"], "--check 'maybe': expected one of stop, warn, only"),
+    (["--balance_actions", "1.5"], "--balance_actions 1.5: expected a share, from 0 to 1"),
     (["--test_maps", "-1"], "--test_maps -1: expected an integer of at least 0"),
     (["--test_maps", "1"], "has 1 maps, and one must be left to train on"),
     (["--warm_start_steps", "0"], "--warm_start_steps 0: expected an integer of at least 1"),
