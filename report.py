@@ -33,7 +33,7 @@ CURVES = {  # what the first figure shows
     "original_reproduced": "the original, reproduced",
 }
 MAPS = "random_maps"  # folders of runs on many maps, judged on maps never seen: the second figure
-OBSERVATIONS = "observation_"  # the same, short: one observation against another
+OBSERVATIONS, OBSERVED = "observation_", "random_maps_dry"  # folders with another observation, and what they change
 
 
 def seeds_of(folder: Path) -> list[dict]:
@@ -324,7 +324,8 @@ def main() -> int:
     if maps:
         sections["maps"] = maps_table(maps)
     if observations:
-        sections["observations"] = maps_table(observations)
+        unchanged = {name: seeds for name, seeds in maps.items() if name == OBSERVED}
+        sections["observations"] = maps_table(unchanged | observations)
     readme = ROOT / "README.md"
     text = new = readme.read_text()
     for name, table in sections.items():
