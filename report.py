@@ -141,8 +141,9 @@ def maps_table(results: dict[str, list[dict]]) -> str:
     others = ("untrained, greedy", "shortest path", "best constant action", "uniform random")
     lines = [
         f"| result | trained, percent of optimal | {' | '.join(others)} | success of the optimum "
-        f"| optimal states a map | of those where only {', '.join(ACTIONS)} is best | steps | minutes |",
-        "|" + "---|" * (7 + len(others)),
+        f"| optimal states a map | of those where only {', '.join(ACTIONS)} is best "
+        "| first wrong step of the maps lost | steps | minutes |",
+        "|" + "---|" * (8 + len(others)),
     ]
     for name, seeds in results.items():
         trained = [s["policies"]["trained, greedy"] for s in seeds]
@@ -154,7 +155,7 @@ def maps_table(results: dict[str, list[dict]]) -> str:
             f"| [{name}](results/{name}) | {_values(trained, 'percent_of_optimal', 1)} | {' | '.join(percents)} "
             f"| {np.mean([row['optimal_success'] for row in trained]):.4f} "
             f"| {states} of {trained[0]['acting_states']:.1f} | {_right_by_action(seeds)} "
-            f"| {steps} | {minutes} |"
+            f"| {_first_wrong_steps(seeds)} | {steps} | {minutes} |"
         )
     return "\n".join(lines)
 
@@ -175,6 +176,53 @@ def _right_by_action(seeds: list[dict]) -> str:
                     found[best] += 1
                     right[best] += letters[state] == best[0]
     return ", ".join(f"{100 * right[a] / found[a]:.0f} %" if found[a] else "none" for a in ACTIONS)
+
+
+def _first_wrong_steps(seeds: list[dict]) -> str:
+    """How many maps are lost, by what the first step that is not optimal leads into. On ice that is not slippery.
+
+    `edge`: the agent stays where it is; `dead end`: it cannot reach the goal without coming back; `detour`: it can.
+    """
+    lost = Counter()
+    for seed in seeds:
+        actions = seed["policies"]["trained, greedy"].get("actions")
+        if actions is None or seed["is_slippery"]:  # older evaluations kept no actions; with slip there is no one way
+            return ""
+        for rows, letters in zip(seed["maps"], actions, strict=True):
+            grid = tuple(rows.split("|"))
+            lake, cells = lake_mdp(grid, is_slippery=False), "".join(grid)
+            next_SA = lake.next_states_SAK[:, :, 0]
+            best_SA = optimal_actions(optimal_q(lake, AGREEMENT_GAMMA))
+            state, way, wrong = cells.index("S"), set(), None
+            while cells[state] not in "HG" and state not in way:
+                way.add(state)
+                action = next((a for a, name in enumerate(ACTIONS) if name[0] == letters[state]), None)
+                if action is None:
+                    wrong = wrong or "no answer"
+                    break
+                reached = int(next_SA[state, action])
+                if wrong is None and not best_SA[state, action]:
+                    wrong = _leads_into(cells, next_SA, state, reached)
+                state = reached
+            if cells[state] != "G":
+                lost[wrong] += 1
+    return ", ".join(f"{kind} {count}" for kind, count in lost.most_common())
+
+
+def _leads_into(cells: str, next_SA: np.ndarray, left: int, reached: int) -> str:
+    if reached == left:
+        return "edge"
+    if cells[reached] == "H":
+        return "hole"
+    found, ahead = {left, reached}, [reached]
+    while ahead:
+        state = ahead.pop()
+        if cells[state] in "HG":
+            continue
+        new = set(map(int, next_SA[state])) - found
+        found |= new
+        ahead += new
+    return "detour" if any(cells[state] == "G" for state in found) else "dead end"
 
 
 def _percent_of_optimal(seeds: list[dict], beginning: str) -> float:

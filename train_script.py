@@ -555,7 +555,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def action_rewards(rows: list[dict]) -> np.ndarray:
         return well_formed_rewards([row["q_values"] for row in rows], scale, training.reward_weights)
 
-    rewards_PA = action_rewards(list(dataset))
+    rewards_PA = action_rewards(dataset.select_columns("q_values").to_list())
     constant_action = int(rewards_PA.mean(axis=0).argmax())
     trainer = PolicyTrainer(
         model,

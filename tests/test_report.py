@@ -94,19 +94,34 @@ def test_maps_table(results):
         evaluation["policies"] += [policy(name, value, 1) for name, value in others]
         (folder / "evaluation.json").write_text(json.dumps(evaluation))
     row = "| [random_maps_dry](results/random_maps_dry) | **60.0** (50.0, 70.0) | 1.0 | 20.0 | 10.0 | 1.4 | 0.8235 "
-    row += "| 9.0, 9.0 of 11.0 | {} | 2, 2 | 4, 4 |"
+    row += "| 9.0, 9.0 of 11.0 | {} | {} | 2, 2 | 4, 4 |"
 
     def rows() -> list[str]:
         return report.maps_table({"random_maps_dry": report.training_results()["random_maps_dry"]}).splitlines()[2:]
 
-    assert rows() == [row.format("")]
+    assert rows() == [row.format("", "")]
     # SFG: RIGHT twice. SF|FG: two best actions, DOWN, RIGHT
     for seed, letters in ((1, ["RR.", "RDD."]), (2, ["RL.", "DD.."])):
         path = results / f"random_maps_dry/seed-{seed}/evaluation.json"
         evaluation = json.loads(path.read_text()) | {"is_slippery": False, "maps": ["SFG", "SF|FG"]}
         evaluation["policies"][2]["actions"] = letters
         path.write_text(json.dumps(evaluation))
-    assert rows() == [row.format("none, 100 %, 50 %, none")]
+    assert rows() == [row.format("none, 100 %, 50 %, none", "dead end 1, no answer 1")]
+
+
+@pytest.mark.parametrize(
+    ("grid", "letters", "expected"),
+    [
+        ("SFF|FHF|FFG", "DDDDRRRR.", ""),
+        ("SHF|FFF|FFG", "RRDDDDRR.", "hole 1"),
+        ("SFF|FHF|FHG", "DDDD.DD..", "dead end 1"),
+        ("SFF|FFF|FFG", "RLDDDDRR.", "detour 1"),
+        ("SFF|FHF|FHG", "ULDDDDRR.", "edge 1"),
+    ],
+)  # fmt: skip
+def test_first_wrong_step_of_a_map_that_is_lost(grid, letters, expected):
+    seed = {"is_slippery": False, "maps": [grid], "policies": {"trained, greedy": {"actions": [letters]}}}
+    assert report._first_wrong_steps([seed]) == expected
 
 
 def test_speed_table(results):
