@@ -69,6 +69,25 @@ def test_spaced_is_neighbours_with_cells_apart():
     assert text == "You are at row 1, column 1.\nS F H F\nF A F H\nLEFT: ice, DOWN: edge, RIGHT: ice, UP: ice."
 
 
+WAYS = [
+    (0, "LEFT: edge, DOWN: ice with 1 way on, RIGHT: ice with 1 way on, UP: edge."),
+    (4, "LEFT: edge, DOWN: ice with 1 way on, RIGHT: hole, UP: ice with 1 way on."),
+    (14, "LEFT: ice with 1 way on, DOWN: edge, RIGHT: goal, UP: ice with 2 ways on."),
+]
+
+
+@pytest.mark.parametrize(("state", "line"), WAYS)
+def test_ways_counts_what_follows_behind_the_neighbours(state, line):
+    text = observation_text(GRID, state, "ways")
+    assert text.splitlines()[-1] == line
+    assert text.splitlines()[:-1] == observation_text(GRID, state, "spaced").splitlines()[:-1]
+
+
+def test_ways_calls_a_dead_end_one():
+    text = observation_text(("SFG", "FHF", "FHF"), 3, "ways")
+    assert text.endswith("DOWN: ice with 0 ways on, RIGHT: hole, UP: ice with 1 way on.")
+
+
 def test_maps_need_not_be_square():
     assert observation_text(("SFH", "FFG"), 4) == "You are at row 1, column 1.\nSFH\nFAG"
 
