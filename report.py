@@ -319,6 +319,18 @@ def speed_table() -> str:
     return "\n".join(lines)
 
 
+def probe_table(path: Path) -> str:
+    """What a small network reaches that reads these parts of an observation."""
+    found = json.loads(path.read_text())["percent_of_optimal"]
+    dynamics = list(next(iter(found.values())))
+    lines = [f"| a small network reads | {', percent of optimal | '.join(dynamics)}, percent of optimal |"]
+    lines.append("|" + "---|" * (1 + len(dynamics)))
+    for label, percents in found.items():
+        values = [_values([{"percent": value} for value in percents[name]], "percent", 1) for name in dynamics]
+        lines.append(f"| {label} | {' | '.join(values)} |")
+    return "\n".join(lines)
+
+
 def write_curves(
     results: dict[str, list[dict]], path: Path, quantity: str = "success_probability",
     y_label: str = "exact success probability, no step limit",
@@ -367,6 +379,9 @@ def main() -> int:
     observations = {name: seeds for name, seeds in results.items() if name.startswith(OBSERVATIONS)}
     reported = {name: seeds for name, seeds in results.items() if name not in (*ablations, *maps, *observations)}
     sections = {"results": training_table(reported), "speed": speed_table(), "search": search_table(results)}
+    probe = RESULTS / "observation_probe" / "observation_probe.json"
+    if probe.exists():
+        sections["probe"] = probe_table(probe)
     if ablations:
         sections["ablations"] = ablation_table(results)
     if maps:

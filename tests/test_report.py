@@ -138,6 +138,17 @@ def test_speed_table(results):
     assert "**stock / packed: 5.00** (4.00 to 6.00 in 2 rounds), 2 CPU threads" in report.speed_table()
 
 
+def test_probe_table(results):
+    path = results / "probe.json"
+    content = {"percent_of_optimal": {"place": {"not slippery": [10.0, 20.0], "slippery": [5.0, 6.0]}}}
+    path.write_text(json.dumps(content))
+    assert report.probe_table(path).splitlines() == [
+        "| a small network reads | not slippery, percent of optimal | slippery, percent of optimal |",
+        "|---|---|---|",
+        "| place | **15.0** (10.0, 20.0) | **5.5** (5.0, 6.0) |",
+    ]
+
+
 def test_search_table(results):
     for seed, value in ((1, 0.3), (2, 0.1)):
         folder = results / f"props_frozen_lake/seed-{seed}"

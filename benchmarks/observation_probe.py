@@ -1,0 +1,116 @@
+"""How far the words of an observation reach on maps never seen: a small network reads them in the model's place.
+
+python benchmarks/observation_probe.py --output results/observation_probe/observation_probe.json    # 4 minutes
+
+The same maps, held out the same way, as configs/random_maps.yaml. The network is given each state's phrases (which
+stand where does not matter, for each names its place) and raises the probability of the expert's best actions. What it
+reaches without the lines of the map is what a policy can do that does not read the map.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from llm_policy.errors import InputError, run_script
+from llm_policy.expert_q import TIE_TOLERANCE, ExpertOptions, read_expert_csv, write_expert_csv
+from llm_policy.frozen_lake import Grid, acting_states, lake_mdp
+from llm_policy.mdp import optimal_return, policy_return
+from prompts import observation_text
+from train_script import ScriptArguments, held_out
+
+MAPS, TEST_MAPS = 2200, 200  # as in configs/random_maps.yaml
+READERS = {  # label: observation, and whether the lines of the map are read, too
+    "place": ("coordinates", False),
+    "place and neighbours": ("neighbours", False),
+    "place, neighbours and ways on": ("ways", False),
+    "place and map": ("coordinates", True),
+}
+HIDDEN_UNITS, EPOCHS, BATCH_STATES, LEARNING_RATE, WEIGHT_DECAY = 128, 15, 64, 2e-3, 1e-2
+
+
+def phrases(grid: Grid, state: int, observation: str, reads_map: bool) -> list[str]:
+    """What is read of one state: the phrases around the map, and the map's cells by their place if `reads_map`."""
+    lines = observation_text(grid, state, observation).splitlines()
+    around = [phrase for line in lines if not set(line) <= set("SFHGA ") for phrase in line.rstrip(".").split(", ")]
+    cells = [f"cell {place}: {letter}" for place, letter in enumerate("".join(grid))]
+    return around + cells if reads_map else around
+
+
+def percent_of_optimal(table, grids: list[Grid], is_slippery: bool, observation: str, reads_map: bool, seed: int):
+    """Mean over `grids` of the trained network's greedy success by the optimum's, in percent."""
+    torch.manual_seed(seed)
+    read = [
+        phrases(grid, state, observation, reads_map) for grid, state in zip(table["grid"], table["state"], strict=True)
+    ]
+    index = {phrase: place for place, phrase in enumerate(sorted({p for found in read for p in found}))}
+
+    def features(found: list[list[str]]) -> torch.Tensor:
+        features_NF = torch.zeros(len(found), len(index))
+        for row, names in zip(features_NF, found, strict=True):
+            row[[index[name] for name in names if name in index]] = 1.0
+        return features_NF
+
+    features_NF = features(read)
+    q_NA = torch.tensor(np.stack(table["q_values"]))
+    best_NA = q_NA >= q_NA.max(1, keepdim=True).values - TIE_TOLERANCE
+    network = torch.nn.Sequential(
+        torch.nn.Linear(len(index), HIDDEN_UNITS), torch.nn.ReLU(),
+        torch.nn.Linear(HIDDEN_UNITS, HIDDEN_UNITS), torch.nn.ReLU(),
+        torch.nn.Linear(HIDDEN_UNITS, q_NA.shape[1]),
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(network.parameters(), LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    for _ in range(EPOCHS):
+        for batch in torch.randperm(len(features_NF)).split(BATCH_STATES):
+            log_policy_BA = network(features_NF[batch]).log_softmax(1)
+            loss = -log_policy_BA.masked_fill(~best_NA[batch], -torch.inf).logsumexp(1).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    percents = []
+    for grid in grids:
+        lake, states = lake_mdp(grid, is_slippery), acting_states(grid)
+        policy_SA = np.eye(q_NA.shape[1])[np.zeros(len(lake.next_states_SAK), int)]
+        with torch.no_grad():
+            logits = network(features([phrases(grid, state, observation, reads_map) for state in states]))
+        policy_SA[states] = np.eye(q_NA.shape[1])[logits.argmax(1)]
+        percents.append(100 * policy_return(lake, policy_SA) / optimal_return(lake))
+    return float(np.mean(percents))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write; beside it command.txt")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the network (default: 1 2 3)")
+    options = parser.parse_args(arguments)
+    if options.output.exists():
+        raise InputError(f"--output {options.output}: exists; delete it or choose another")
+    found = {label: {} for label in READERS}
+    runs = [(slip, label, seed) for slip in (False, True) for label in READERS for seed in options.seeds]
+    tables = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for slip in (False, True):
+            file = str(Path(folder) / f"{slip}.csv")
+            write_expert_csv(ExpertOptions(random_maps=MAPS, rows="states", is_slippery=slip, output=file))
+            script = ScriptArguments(expert_csv=file, is_slippery=slip, test_maps=TEST_MAPS)
+            tables[slip] = held_out(read_expert_csv(file), script)
+    for slip, label, seed in tqdm(runs, unit="run"):
+        percent = percent_of_optimal(*tables[slip], slip, *READERS[label], seed)
+        found[label].setdefault("slippery" if slip else "not slippery", []).append(percent)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps({"seeds": options.seeds, "percent_of_optimal": found}, indent=1) + "\n")
+    command = f"python benchmarks/{Path(__file__).name} {shlex.join(arguments or sys.argv[1:])}\n"
+    (options.output.parent / "command.txt").write_text(command)
+    for label, percents in found.items():
+        print(label, ", ".join(f"{dynamics}: {np.mean(values):.1f} %" for dynamics, values in percents.items()))
+
+
+if __name__ == "__main__":
+    run_script(main)
