@@ -7,7 +7,7 @@ behaves, what the letters mean and what an answer looks like.
 from transformers import PreTrainedTokenizerBase
 
 from llm_policy.errors import InputError
-from llm_policy.frozen_lake import ACTIONS, Grid
+from llm_policy.frozen_lake import ACTIONS, MOVES, Cell, Grid, leads_to_goal
 
 Messages = list[dict[str, str]]
 
@@ -21,7 +21,7 @@ NOT_SLIPPERY = "Not slippery: you always move as chosen."
 # Warm start and nothing else: what a well-formed reply looks like. It repeats the observation and names no action.
 THOUGHT = "I am at row {row}, column {column}."
 
-OBSERVATIONS = ("grid", "coordinates", "neighbours", "spaced", "ways", "original")
+OBSERVATIONS = ("grid", "coordinates", "neighbours", "spaced", "dead_ends", "original")
 
 # The faults of the original's prompt in words of our own: the agent's place is nothing but a colour code, the ice is
 # not said to be slippery, and the three examples answer RIGHT, DOWN, DOWN where the expert goes LEFT, UP, LEFT
@@ -37,7 +37,6 @@ ORIGINAL_EXAMPLES = (
     (4, "Below is frozen ice, I move down.", "DOWN"),
 )
 _LETTER_NAMES = {"S": "ice", "F": "ice", "H": "hole", "G": "goal"}
-_STEPS = ((0, -1), (1, 0), (0, 1), (-1, 0))  # rows and columns, in the order of ACTIONS
 
 
 def observation_text(grid: Grid, state: int, observation: str = "coordinates") -> str:
@@ -47,7 +46,8 @@ def observation_text(grid: Grid, state: int, observation: str = "coordinates") -
         observation: `grid` shows the map with the agent as A; `coordinates` puts row and column (from 0) above it;
             `neighbours` adds what lies one step away in each direction; `spaced` is that with a space between cells,
             so that each is one token (a tokenizer makes SF, HF of SFHF and H, FF, F of HFFF, which hides the columns);
-            `ways` adds to that on how many sides ice or the goal follows behind each neighbour, 0 for a dead end;
+            `dead_ends` is that and calls a neighbour a dead end from which no way leads to the goal but the one back,
+            which is a search of the map in the model's place;
             `original` marks the agent's cell with an ANSI colour, as Gymnasium's text rendering does.
     """
     if observation not in OBSERVATIONS:
@@ -55,29 +55,23 @@ def observation_text(grid: Grid, state: int, observation: str = "coordinates") -
     row, column = divmod(state, len(grid[0]))
     agent = f"\x1b[41m{grid[row][column]}\x1b[0m" if observation == "original" else "A"
     lines = [line[:column] + agent + line[column + 1 :] if r == row else line for r, line in enumerate(grid)]
-    if observation in ("spaced", "ways"):
+    if observation in ("spaced", "dead_ends"):
         lines = [" ".join(line) for line in lines]
-    if observation in ("coordinates", "neighbours", "spaced", "ways"):
+    if observation in ("coordinates", "neighbours", "spaced", "dead_ends"):
         lines.insert(0, f"You are at row {row}, column {column}.")
-    if observation in ("neighbours", "spaced", "ways"):
-        seen = [_neighbour(grid, row, column, step, observation == "ways") for step in _STEPS]
-        lines.append(", ".join(f"{name}: {cell}" for name, cell in zip(ACTIONS, seen, strict=True)) + ".")
+    if observation in ("neighbours", "spaced", "dead_ends"):
+        around = [_neighbour(grid, (row, column), move, observation == "dead_ends") for move in MOVES]
+        lines.append(", ".join(f"{action}: {name}" for action, name in zip(ACTIONS, around, strict=True)) + ".")
     return "\n".join(lines)
 
 
-def _neighbour(grid: Grid, row: int, column: int, step: tuple[int, int], ways: bool) -> str:
-    next_row, next_column = row + step[0], column + step[1]
-    name = _cell_name(grid, next_row, next_column)
-    if name != "ice" or not ways:
-        return name
-    behind = [(next_row + rows, next_column + columns) for rows, columns in _STEPS]
-    count = sum(_cell_name(grid, *cell) in ("ice", "goal") for cell in behind if cell != (row, column))
-    return f"ice with {count} {'way' if count == 1 else 'ways'} on"
-
-
-def _cell_name(grid: Grid, row: int, column: int) -> str:
-    inside = 0 <= row < len(grid) and 0 <= column < len(grid[0])
-    return _LETTER_NAMES[grid[row][column]] if inside else "edge"
+def _neighbour(grid: Grid, cell: Cell, move: Cell, names_dead_ends: bool) -> str:
+    row, column = cell[0] + move[0], cell[1] + move[1]
+    if not (0 <= row < len(grid) and 0 <= column < len(grid[0])):
+        return "edge"
+    name = _LETTER_NAMES[grid[row][column]]
+    is_dead_end = names_dead_ends and name == "ice" and not leads_to_goal(grid, (row, column), without=cell)
+    return "dead end" if is_dead_end else name
 
 
 def policy_messages(grid: Grid, state: int, is_slippery: bool, observation: str = "coordinates") -> Messages:

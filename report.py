@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llm_policy.frozen_lake import ACTIONS, acting_states, lake_mdp
+from llm_policy.frozen_lake import ACTIONS, Grid, acting_states, lake_mdp, leads_to_goal
 from llm_policy.mdp import AGREEMENT_GAMMA, OPTIMAL_PERCENT, optimal_actions, optimal_q
 from llm_policy.plots import curves_figure
 
@@ -202,27 +202,20 @@ def _first_wrong_steps(seeds: list[dict]) -> str:
                     break
                 reached = int(next_SA[state, action])
                 if wrong is None and not best_SA[state, action]:
-                    wrong = _leads_into(cells, next_SA, state, reached)
+                    wrong = _leads_into(grid, state, reached)
                 state = reached
             if cells[state] != "G":
                 lost[wrong] += 1
     return ", ".join(f"{kind} {count}" for kind, count in lost.most_common())
 
 
-def _leads_into(cells: str, next_SA: np.ndarray, left: int, reached: int) -> str:
+def _leads_into(grid: Grid, left: int, reached: int) -> str:
+    row, column = divmod(reached, len(grid[0]))
     if reached == left:
         return "edge"
-    if cells[reached] == "H":
+    if grid[row][column] == "H":
         return "hole"
-    found, ahead = {left, reached}, [reached]
-    while ahead:
-        state = ahead.pop()
-        if cells[state] in "HG":
-            continue
-        new = set(map(int, next_SA[state])) - found
-        found |= new
-        ahead += new
-    return "detour" if any(cells[state] == "G" for state in found) else "dead end"
+    return "detour" if leads_to_goal(grid, (row, column), without=divmod(left, len(grid[0]))) else "dead end"
 
 
 def _percent_of_optimal(seeds: list[dict], beginning: str) -> float:

@@ -19,6 +19,7 @@ ACTIONS = ("LEFT", "DOWN", "RIGHT", "UP")
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))  # (row, column) steps in the order of ACTIONS
 CANONICAL_GRIDS = {name: tuple(rows) for name, rows in MAPS.items()}
 Grid = tuple[str, ...]
+Cell = tuple[int, int]  # row, column
 
 AGENT = "A"
 ANSI_AGENT = re.compile(r"\x1b\[41m(.)\x1b\[0m")
@@ -47,19 +48,20 @@ def check_grid(grid: Sequence[str], where: str = "map") -> Grid:
     for letter, name in (("S", "start"), ("G", "goal")):
         if not any(letter in row for row in rows):
             raise InputError(f"{where}: {'|'.join(rows)!r} has no {name}, expected at least one {letter}")
-    if not _has_way(rows):
+    starts = [(r, c) for r, row in enumerate(rows) for c, letter in enumerate(row) if letter == "S"]
+    if not any(leads_to_goal(rows, start) for start in starts):
         raise InputError(f"{where}: {'|'.join(rows)!r} has no way from S to G around the holes; open one")
     return rows
 
 
 @cache
-def _has_way(grid: Grid) -> bool:
-    ice = {(r, c) for r, row in enumerate(grid) for c, letter in enumerate(row) if letter != "H"}
-    reached = {(r, c) for r, c in ice if grid[r][c] == "S"}
-    border = list(reached)
+def leads_to_goal(grid: Grid, cell: Cell, without: Cell | None = None) -> bool:
+    """Whether a way around the holes leads from `cell` to a goal, and not through the cell `without`."""
+    open_cells = {(r, c) for r, row in enumerate(grid) for c, letter in enumerate(row) if letter != "H"} - {without}
+    reached, border = {cell}, [cell]
     while border:
         row, column = border.pop()
-        new = ({(row + down, column + right) for down, right in MOVES} & ice) - reached
+        new = ({(row + down, column + right) for down, right in MOVES} & open_cells) - reached
         reached |= new
         border += new
     return any(grid[r][c] == "G" for r, c in reached)

@@ -15,11 +15,10 @@ GRID = ("SFFF", "FHFH", "FFFH", "HFFG")
 
 
 def test_around_the_map_nothing_of_the_map_is_read():
-    neighbours = ["LEFT: edge", "DOWN: ice", "RIGHT: hole", "UP: ice"]
-    assert phrases(GRID, 4, "neighbours", False) == ["You are at row 1", "column 0", *neighbours]
-    ways = [word.replace("ice", "ice with 1 way on") for word in neighbours]
-    assert phrases(GRID, 4, "ways", False) == ["You are at row 1", "column 0", *ways]
-    assert phrases(GRID, 4, "coordinates", True)[1:4] == ["column 0", "cell 0: S", "cell 1: F"]
+    place, neighbours = ["You are at row 0", "column 2"], ["LEFT: ice", "DOWN: ice", "RIGHT: ice", "UP: edge"]
+    assert phrases(GRID, 2, "neighbours", False) == place + neighbours
+    assert phrases(GRID, 2, "dead_ends", False) == [*place, *neighbours[:2], "RIGHT: dead end", "UP: edge"]
+    assert phrases(GRID, 2, "coordinates", True)[1:4] == ["column 2", "cell 0: S", "cell 1: F"]
 
 
 def test_the_network_learns_a_map_where_it_is_shown_enough():
