@@ -7,7 +7,7 @@ behaves, what the letters mean and what an answer looks like.
 from transformers import PreTrainedTokenizerBase
 
 from llm_policy.errors import InputError
-from llm_policy.frozen_lake import ACTIONS, MOVES, Cell, Grid, leads_to_goal
+from llm_policy.frozen_lake import ACTIONS, MOVES, Cell, Grid
 
 Messages = list[dict[str, str]]
 
@@ -21,7 +21,7 @@ NOT_SLIPPERY = "Not slippery: you always move as chosen."
 # Warm start and nothing else: what a well-formed reply looks like. It repeats the observation and names no action.
 THOUGHT = "I am at row {row}, column {column}."
 
-OBSERVATIONS = ("grid", "coordinates", "neighbours", "spaced", "dead_ends", "original")
+OBSERVATIONS = ("grid", "coordinates", "neighbours", "spaced", "ways", "original")
 
 # The faults of the original's prompt in words of our own: the agent's place is nothing but a colour code, the ice is
 # not said to be slippery, and the three examples answer RIGHT, DOWN, DOWN where the expert goes LEFT, UP, LEFT
@@ -46,8 +46,7 @@ def observation_text(grid: Grid, state: int, observation: str = "coordinates") -
         observation: `grid` shows the map with the agent as A; `coordinates` puts row and column (from 0) above it;
             `neighbours` adds what lies one step away in each direction; `spaced` is that with a space between cells,
             so that each is one token (a tokenizer makes SF, HF of SFHF and H, FF, F of HFFF, which hides the columns);
-            `dead_ends` is that and calls a neighbour a dead end from which no way leads to the goal but the one back,
-            which is a search of the map in the model's place;
+            `ways` adds to that on how many sides ice or the goal follows behind each neighbour, 0 for a dead end;
             `original` marks the agent's cell with an ANSI colour, as Gymnasium's text rendering does.
     """
     if observation not in OBSERVATIONS:
@@ -55,23 +54,31 @@ def observation_text(grid: Grid, state: int, observation: str = "coordinates") -
     row, column = divmod(state, len(grid[0]))
     agent = f"\x1b[41m{grid[row][column]}\x1b[0m" if observation == "original" else "A"
     lines = [line[:column] + agent + line[column + 1 :] if r == row else line for r, line in enumerate(grid)]
-    if observation in ("spaced", "dead_ends"):
+    if observation in ("spaced", "ways"):
         lines = [" ".join(line) for line in lines]
-    if observation in ("coordinates", "neighbours", "spaced", "dead_ends"):
+    if observation in ("coordinates", "neighbours", "spaced", "ways"):
         lines.insert(0, f"You are at row {row}, column {column}.")
-    if observation in ("neighbours", "spaced", "dead_ends"):
-        around = [_neighbour(grid, (row, column), move, observation == "dead_ends") for move in MOVES]
+    if observation in ("neighbours", "spaced", "ways"):
+        around = [_neighbour(grid, (row, column), move, observation == "ways") for move in MOVES]
         lines.append(", ".join(f"{action}: {name}" for action, name in zip(ACTIONS, around, strict=True)) + ".")
     return "\n".join(lines)
 
 
-def _neighbour(grid: Grid, cell: Cell, move: Cell, names_dead_ends: bool) -> str:
-    row, column = cell[0] + move[0], cell[1] + move[1]
-    if not (0 <= row < len(grid) and 0 <= column < len(grid[0])):
-        return "edge"
-    name = _LETTER_NAMES[grid[row][column]]
-    is_dead_end = names_dead_ends and name == "ice" and not leads_to_goal(grid, (row, column), without=cell)
-    return "dead end" if is_dead_end else name
+def _neighbour(grid: Grid, cell: Cell, move: Cell, counts_ways: bool) -> str:
+    cell = cell[0] + move[0], cell[1] + move[1]
+    name = _cell_name(grid, cell)
+    if name != "ice" or not counts_ways:
+        return name
+    onward = [(rows, columns) for rows, columns in MOVES if (rows, columns) != (-move[0], -move[1])]
+    behind = [_cell_name(grid, (cell[0] + rows, cell[1] + columns)) for rows, columns in onward]
+    count = behind.count("ice") + behind.count("goal")
+    return f"ice with {count} {'way' if count == 1 else 'ways'} on"
+
+
+def _cell_name(grid: Grid, cell: Cell) -> str:
+    row, column = cell
+    inside = 0 <= row < len(grid) and 0 <= column < len(grid[0])
+    return _LETTER_NAMES[grid[row][column]] if inside else "edge"
 
 
 def policy_messages(grid: Grid, state: int, is_slippery: bool, observation: str = "coordinates") -> Messages:

@@ -30,7 +30,7 @@ MAPS, TEST_MAPS = 2200, 200  # as in configs/random_maps.yaml
 READERS = {  # label: observation, and whether the lines of the map are read, too
     "place": ("coordinates", False),
     "place and neighbours": ("neighbours", False),
-    "place, neighbours and dead ends": ("dead_ends", False),
+    "place, neighbours and ways on": ("ways", False),
     "place and map": ("coordinates", True),
 }
 HIDDEN_UNITS, EPOCHS, BATCH_STATES, LEARNING_RATE, WEIGHT_DECAY = 128, 15, 64, 2e-3, 1e-2

@@ -50,7 +50,7 @@ def rules_of(*args, **options) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma"])
-@pytest.mark.parametrize("observation", ["grid", "coordinates", "neighbours", "spaced", "dead_ends"])
+@pytest.mark.parametrize("observation", ["grid", "coordinates", "neighbours", "spaced", "ways"])
 def test_the_committed_expert_and_prompts_are_clean(tokenizers, model, observation):
     assert findings_of(tokenizers[model], observation=observation) == []
 

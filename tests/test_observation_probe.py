@@ -17,7 +17,8 @@ GRID = ("SFFF", "FHFH", "FFFH", "HFFG")
 def test_around_the_map_nothing_of_the_map_is_read():
     place, neighbours = ["You are at row 0", "column 2"], ["LEFT: ice", "DOWN: ice", "RIGHT: ice", "UP: edge"]
     assert phrases(GRID, 2, "neighbours", False) == place + neighbours
-    assert phrases(GRID, 2, "dead_ends", False) == [*place, *neighbours[:2], "RIGHT: dead end", "UP: edge"]
+    ways = ["LEFT: ice with 1 way on", "DOWN: ice with 1 way on", "RIGHT: ice with 0 ways on", "UP: edge"]
+    assert phrases(GRID, 2, "ways", False) == place + ways
     assert phrases(GRID, 2, "coordinates", True)[1:4] == ["column 2", "cell 0: S", "cell 1: F"]
 
 

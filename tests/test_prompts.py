@@ -69,18 +69,17 @@ def test_spaced_is_neighbours_with_cells_apart():
     assert text == "You are at row 1, column 1.\nS F H F\nF A F H\nLEFT: ice, DOWN: edge, RIGHT: ice, UP: ice."
 
 
-DEAD_ENDS = [
-    (("SFF", "FHF", "FHG"), 0, "LEFT: edge, DOWN: dead end, RIGHT: ice, UP: edge."),
-    (("SFF", "FHF", "FHG"), 1, "LEFT: dead end, DOWN: hole, RIGHT: ice, UP: edge."),
-    (("SFF", "FHF", "FHG"), 3, "LEFT: edge, DOWN: dead end, RIGHT: hole, UP: ice."),
-    (("SFF", "FHF", "FHG"), 5, "LEFT: hole, DOWN: goal, RIGHT: edge, UP: dead end."),
-    (("SFF", "FHF", "FFG"), 0, "LEFT: edge, DOWN: ice, RIGHT: ice, UP: edge."),
+WAYS = [
+    (GRID, 0, "LEFT: edge, DOWN: ice with 1 way on, RIGHT: ice with 1 way on, UP: edge."),
+    (GRID, 4, "LEFT: edge, DOWN: ice with 1 way on, RIGHT: hole, UP: ice with 1 way on."),
+    (GRID, 14, "LEFT: ice with 1 way on, DOWN: edge, RIGHT: goal, UP: ice with 2 ways on."),
+    (("SFG", "FHF", "FHF"), 3, "LEFT: edge, DOWN: ice with 0 ways on, RIGHT: hole, UP: ice with 1 way on."),
 ]
 
 
-@pytest.mark.parametrize(("grid", "state", "line"), DEAD_ENDS)
-def test_dead_ends_are_where_only_the_way_back_leads_to_the_goal(grid, state, line):
-    text = observation_text(grid, state, "dead_ends")
+@pytest.mark.parametrize(("grid", "state", "line"), WAYS)
+def test_ways_counts_the_sides_on_which_it_goes_on_behind_a_neighbour(grid, state, line):
+    text = observation_text(grid, state, "ways")
     assert text.splitlines()[-1] == line
     assert text.splitlines()[:-1] == observation_text(grid, state, "spaced").splitlines()[:-1]
 
