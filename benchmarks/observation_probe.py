@@ -105,7 +105,8 @@ def main(arguments: list[str] | None = None) -> None:
         percent = percent_of_optimal(*tables[slip], slip, *READERS[label], seed)
         found[label].setdefault("slippery" if slip else "not slippery", []).append(percent)
     options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps({"seeds": options.seeds, "percent_of_optimal": found}, indent=1) + "\n")
+    made = {"device": f"{torch.get_num_threads()} CPU threads", "torch": torch.__version__, "seeds": options.seeds}
+    options.output.write_text(json.dumps(made | {"percent_of_optimal": found}, indent=1) + "\n")
     command = f"python benchmarks/{Path(__file__).name} {shlex.join(arguments or sys.argv[1:])}\n"
     (options.output.parent / "command.txt").write_text(command)
     for label, percents in found.items():

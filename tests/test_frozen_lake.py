@@ -11,6 +11,7 @@ from llm_policy.frozen_lake import (
     acting_states,
     check_grid,
     lake_mdp,
+    leads_to_goal,
     parse_state_text,
     random_grids,
     read_grid,
@@ -165,3 +166,11 @@ def test_shortest_path_is_shortest():
 def test_stack_needs_one_size():
     with pytest.raises(InputError, match="2 different sizes"):
         lake_mdp([SMALL, LARGE])
+
+
+@pytest.mark.parametrize(
+    ("cell", "without", "expected"),
+    [((0, 0), None, True), ((0, 3), None, True), ((0, 3), (0, 2), False), ((0, 2), (0, 3), True), ((3, 3), None, True)],
+)
+def test_leads_to_goal(cell, without, expected):
+    assert leads_to_goal(SMALL, cell, without) is expected
