@@ -46,7 +46,7 @@ def observation_text(grid: Grid, state: int, observation: str = "coordinates") -
         observation: `grid` shows the map with the agent as A; `coordinates` puts row and column (from 0) above it;
             `neighbours` adds what lies one step away in each direction; `spaced` is that with a space between cells,
             so that each is one token (a tokenizer makes SF, HF of SFHF and H, FF, F of HFFF, which hides the columns);
-            `ways` adds to that on how many sides ice or the goal follows behind each neighbour, 0 for a dead end;
+            `ways` adds to that on how many sides ice or the goal follows behind each neighbour of ice;
             `original` marks the agent's cell with an ANSI colour, as Gymnasium's text rendering does.
     """
     if observation not in OBSERVATIONS:

@@ -2,9 +2,9 @@
 
 python benchmarks/observation_probe.py --output results/observation_probe/observation_probe.json    # 4 minutes
 
-The same maps, held out the same way, as configs/random_maps.yaml. The network is given each state's phrases (which
-stand where does not matter, for each names its place) and raises the probability of the expert's best actions. What it
-reaches without the lines of the map is what a policy can do that does not read the map.
+The same maps, held out the same way, as configs/random_maps.yaml. The network is given each state's phrases (in no
+order, for each names its place) and raises the probability of the expert's best actions. What it reaches without the
+lines of the map is an estimate of what a policy can do that does not read the map.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from tqdm import tqdm
 
@@ -44,7 +45,9 @@ def phrases(grid: Grid, state: int, observation: str, reads_map: bool) -> list[s
     return around + cells if reads_map else around
 
 
-def percent_of_optimal(table, grids: list[Grid], is_slippery: bool, observation: str, reads_map: bool, seed: int):
+def percent_of_optimal(
+    table: pd.DataFrame, grids: list[Grid], is_slippery: bool, observation: str, reads_map: bool, seed: int
+) -> float:
     """Mean over `grids` of the trained network's greedy success by the optimum's, in percent."""
     torch.manual_seed(seed)
     read = [
@@ -77,11 +80,11 @@ def percent_of_optimal(table, grids: list[Grid], is_slippery: bool, observation:
     percents = []
     for grid in grids:
         lake, states = lake_mdp(grid, is_slippery), acting_states(grid)
-        policy_SA = np.eye(q_NA.shape[1])[np.zeros(len(lake.next_states_SAK), int)]
+        action_S = np.zeros(len(lake.next_states_SAK), int)
         with torch.no_grad():
             logits = network(features([phrases(grid, state, observation, reads_map) for state in states]))
-        policy_SA[states] = np.eye(q_NA.shape[1])[logits.argmax(1)]
-        percents.append(100 * policy_return(lake, policy_SA) / optimal_return(lake))
+        action_S[states] = logits.argmax(1)
+        percents.append(100 * policy_return(lake, np.eye(q_NA.shape[1])[action_S]) / optimal_return(lake))
     return float(np.mean(percents))
 
 
