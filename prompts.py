@@ -154,4 +154,7 @@ def check_prompt(
             f"context of {context_tokens} tokens: use a smaller map, a shorter completion or another model"
         )
     if tokenizer.bos_token_id is not None and token_ids[:2] == [tokenizer.bos_token_id] * 2:
-        raise InputError(f"{tokenizer.name_or_path}: the chat template writes {tokenizer.bos_token!r} (BOS) twice")
+        raise InputError(
+            f"{tokenizer.name_or_path}: the chat template writes {tokenizer.bos_token!r} (BOS) twice; take one of the "
+            "two out of chat_template in its tokenizer files"
+        )

@@ -36,10 +36,15 @@ MAPS = "random_maps"  # folders of runs on many maps, judged on maps never seen:
 OBSERVATIONS, OBSERVED = "observation_", "random_maps_dry"  # folders with another observation, and what they change
 
 
+def seed_folders(folder: Path) -> list[Path]:
+    """`seed-N` of one result, by number."""
+    return sorted(folder.glob("seed-*"), key=lambda seed: int(seed.name.removeprefix("seed-")))
+
+
 def seeds_of(folder: Path) -> list[dict]:
     """The finished seeds of one training result: evaluation rows by name, metrics by step, verdict, minutes."""
     found = []
-    for seed in sorted(folder.glob("seed-*")):
+    for seed in seed_folders(folder):
         if (seed / "result.txt").exists() and (seed / "metrics.jsonl").exists():
             evaluation = json.loads((seed / "evaluation.json").read_text())
             found.append(
@@ -251,10 +256,10 @@ def _values(rows: list[dict], key: str, decimals: int | None = None) -> str:
 
 def searches_of(folder: Path) -> list[dict]:
     """`evaluation.json` of the finished seeds of one policy search."""
-    paths = sorted(folder.glob("seed-*/evaluation.json"))
-    evaluations = [json.loads(path.read_text()) for path in paths]
     return [
-        e | {"minutes": float((p.parent / "minutes.txt").read_text())} for e, p in zip(evaluations, paths, strict=True)
+        json.loads((seed / "evaluation.json").read_text()) | {"minutes": float((seed / "minutes.txt").read_text())}
+        for seed in seed_folders(folder)
+        if (seed / "evaluation.json").exists()
     ]
 
 

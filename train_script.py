@@ -39,7 +39,7 @@ from llm_policy.diagnostics import STOP_CONDITIONS, MetricsFile, PolicyDiagnosti
 from llm_policy.errors import EXIT_INPUT_ERROR, InputError, check_at_least, check_choices, run_script
 from llm_policy.expert_q import read_expert_csv
 from llm_policy.frozen_lake import ACTIONS, Grid, shortest_path_policy
-from llm_policy.grpo import OBJECTIVES, PolicyTrainer
+from llm_policy.grpo import OBJECTIVES, PolicyTrainer, check_objective
 from llm_policy.linter import lint
 from llm_policy.mdp import optimal_actions
 from llm_policy.models import ROOT, load_model, load_tokenizer
@@ -131,7 +131,8 @@ class ScriptArguments:
         default=0.0,
         metadata={
             "help": "Share of the states that are drawn so that each action is the best one equally often; the others "
-            "are drawn alike. 0: each state in turn."
+            "are drawn alike. Drawn once, as many as the run reads, so that some states may never come. 0: each state "
+            "in turn."
         },
     )
     check: str = field(
@@ -151,14 +152,11 @@ class ScriptArguments:
         choices = {
             "observation": OBSERVATIONS,
             "reward_shape": tuple(REWARD_SHAPES),
-            "objective": OBJECTIVES,
             "warm_start": WARM_STARTS,
             "stop_when": STOP_CONDITIONS,
             "check": CHECKS,
         }
         check_choices(self, choices)
-        if self.objective == "expected" and not self.packed:
-            raise InputError("--objective expected: needs --packed true; TRL's own pass knows --objective grpo only")
         if self.stop_when in ("optimal", "either") and self.evaluate_steps == 0:
             raise InputError(f"--stop_when {self.stop_when}: needs --evaluate_steps of at least 1 to see the optimum")
         if not 0 < self.warm_start_threshold <= 1:
@@ -389,12 +387,13 @@ def build_dataset(table, prompts: list[Messages], training: GRPOConfig, balanced
         }
         for record, messages in zip(table.to_dict("records"), prompts, strict=True)
     ]
+    needed = training.generation_batch_size // training.num_generations
     if balanced_share:
         balanced_P = balancing_weights(np.array(table["q_values"].tolist()))
         weights_P = balanced_share * balanced_P + (1 - balanced_share) / len(rows)
-        drawn = np.random.default_rng(training.seed).choice(len(rows), size=len(rows), p=weights_P)
+        draws = max(len(rows), needed * training.max_steps)  # in a short table each state often enough
+        drawn = np.random.default_rng(training.seed).choice(len(rows), size=draws, p=weights_P)
         rows = [rows[row] for row in drawn]
-    needed = training.generation_batch_size // training.num_generations
     if len(rows) < needed:
         print(f"{len(rows)} states for {needed} prompts a batch: states are repeated")
         rows = [rows[i % len(rows)] for i in range(needed)]
@@ -453,6 +452,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     hardware = "CUDA" if training.device.type == "cuda" else "CPU"
     print(f"{hardware}: {config} with {model_config.model_name_or_path}, seed {training.seed}", flush=True)
     trains = script.check != "only"
+    check_objective(script.objective, script.packed, training)
     check_arguments(training, model_config, trains)
     if script.objective == "grpo" and script.action_entropy_coef:
         print("--action_entropy_coef is of --objective expected and does nothing here; TRL's bonus is --entropy_coef")

@@ -9,7 +9,6 @@ lines of the map is an estimate of what a policy can do that does not read the m
 
 import argparse
 import json
-import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -20,11 +19,12 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from llm_policy.errors import InputError, run_script
-from llm_policy.expert_q import TIE_TOLERANCE, ExpertOptions, read_expert_csv, write_expert_csv
+from llm_policy.errors import run_script
+from llm_policy.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
 from llm_policy.frozen_lake import Grid, acting_states, lake_mdp
-from llm_policy.mdp import optimal_return, policy_return
+from llm_policy.mdp import optimal_actions, optimal_return, policy_return
 from prompts import observation_text
+from rewards import OPTIMAL_TOLERANCE
 from train_script import ScriptArguments, held_out
 
 MAPS, TEST_MAPS = 2200, 200  # as in configs/random_maps.yaml
@@ -62,12 +62,11 @@ def percent_of_optimal(
         return features_NF
 
     features_NF = features(read)
-    q_NA = torch.tensor(np.stack(table["q_values"]))
-    best_NA = q_NA >= q_NA.max(1, keepdim=True).values - TIE_TOLERANCE
+    best_NA = torch.tensor(optimal_actions(np.stack(table["q_values"]), OPTIMAL_TOLERANCE))
     network = torch.nn.Sequential(
         torch.nn.Linear(len(index), HIDDEN_UNITS), torch.nn.ReLU(),
         torch.nn.Linear(HIDDEN_UNITS, HIDDEN_UNITS), torch.nn.ReLU(),
-        torch.nn.Linear(HIDDEN_UNITS, q_NA.shape[1]),
+        torch.nn.Linear(HIDDEN_UNITS, best_NA.shape[1]),
     )  # fmt: skip
     optimizer = torch.optim.AdamW(network.parameters(), LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     for _ in range(EPOCHS):
@@ -84,17 +83,15 @@ def percent_of_optimal(
         with torch.no_grad():
             logits = network(features([phrases(grid, state, observation, reads_map) for state in states]))
         action_S[states] = logits.argmax(1)
-        percents.append(100 * policy_return(lake, np.eye(q_NA.shape[1])[action_S]) / optimal_return(lake))
+        percents.append(100 * policy_return(lake, np.eye(best_NA.shape[1])[action_S]) / optimal_return(lake))
     return float(np.mean(percents))
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write; beside it command.txt")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="of the network (default: 1 2 3)")
     options = parser.parse_args(arguments)
-    if options.output.exists():
-        raise InputError(f"--output {options.output}: exists; delete it or choose another")
     found = {label: {} for label in READERS}
     runs = [(slip, label, seed) for slip in (False, True) for label in READERS for seed in options.seeds]
     tables = {}
@@ -110,8 +107,6 @@ def main(arguments: list[str] | None = None) -> None:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     made = {"device": f"{torch.get_num_threads()} CPU threads", "torch": torch.__version__, "seeds": options.seeds}
     options.output.write_text(json.dumps(made | {"percent_of_optimal": found}, indent=1) + "\n")
-    command = f"python benchmarks/{Path(__file__).name} {shlex.join(arguments or sys.argv[1:])}\n"
-    (options.output.parent / "command.txt").write_text(command)
     for label, percents in found.items():
         print(label, ", ".join(f"{dynamics}: {np.mean(values):.1f} %" for dynamics, values in percents.items()))
 

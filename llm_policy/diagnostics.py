@@ -1,6 +1,7 @@
 """What a training run says about itself: exact success while it learns, a verdict in words, a resumable log."""
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,9 +25,21 @@ NEARLY_ALWAYS = 0.8  # share of the states with one action
 STEADY_EVALUATIONS = 2  # so many in a row at the optimum: a state that is right by a hair is wrong after rounding
 
 
-def mutual_information(policies_SA: Sequence[np.ndarray], grids: Sequence[Grid]) -> float:
-    """I(state; action) in nats over uniformly drawn acting states: 0 for a state-blind policy, at most ln 4."""
+def _acting_rows(policies_SA: Sequence[np.ndarray], grids: Sequence[Grid]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows (N, A) of all acting states, and which of them choose an action: a uniform one is no readable answer."""
     rows_NA = np.concatenate([p[acting_states(g)] for p, g in zip(policies_SA, grids, strict=True)])
+    return rows_NA, np.ptp(rows_NA, axis=1) > 1e-9
+
+
+def mutual_information(policies_SA: Sequence[np.ndarray], grids: Sequence[Grid]) -> float:
+    """I(state; action) in nats over uniformly drawn acting states: 0 for a state-blind policy, at most ln 4.
+
+    States whose answer could not be read (a uniform row) are left out.
+    """
+    rows_NA, chooses_N = _acting_rows(policies_SA, grids)
+    if not chooses_N.any():
+        return 0.0
+    rows_NA = rows_NA[chooses_N]
 
     def entropy(p: np.ndarray) -> np.ndarray:
         return -(p * np.log(np.where(p > 0, p, 1.0))).sum(-1)
@@ -36,23 +49,23 @@ def mutual_information(policies_SA: Sequence[np.ndarray], grids: Sequence[Grid])
 
 def policy_verdict(policies_SA: Sequence[np.ndarray], grids: Sequence[Grid], scores: Sequence[PolicyScore]) -> str:
     """One line about greedy policies: random, learned, state-blind or nearly so, or how far it came."""
-    rows_NA = np.concatenate([p[acting_states(g)] for p, g in zip(policies_SA, grids, strict=True)])
+    rows_NA, chooses_N = _acting_rows(policies_SA, grids)
     right, states = sum(s.optimal_states for s in scores), sum(s.acting_states for s in scores)
-    percent = max(0.0, float(np.mean([s.percent_of_optimal for s in scores])))  # rounding makes -1e-17 of nothing
+    percent = float(np.mean([s.percent_of_optimal for s in scores]))
     summary = f"{right}/{states} states, {percent:.0f} % of optimal"
-    chooses_N = np.ptp(rows_NA, axis=1) > 1e-9  # a uniform row is a state whose answer could not be read
+    readable = int(chooses_N.sum())
     if not chooses_N.any():
         return f"uniformly random in every state ({summary})"
     if not chooses_N.all():
-        summary += f", {(~chooses_N).sum()} without readable answer"
+        summary += f", {states - readable} without readable answer"
     if percent >= OPTIMAL_PERCENT:
         return f"learned: {summary}"
     chosen_A = np.bincount(rows_NA[chooses_N].argmax(1), minlength=len(ACTIONS))
     habit, times = ACTIONS[int(chosen_A.argmax())], int(chosen_A.max())
-    if times == states > 1:
+    if times == readable > 1:
         return f"state-blind: always {habit} ({summary})"
-    if times >= NEARLY_ALWAYS * states:
-        return f"nearly state-blind: {habit} in {times} of {states} states ({summary})"
+    if times >= NEARLY_ALWAYS * readable > 1:
+        return f"nearly state-blind: {habit} in {times} of {readable} states ({summary})"
     return f"partly learned: {summary}"
 
 
@@ -83,6 +96,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         self.evaluation_seconds = 0.0
         self.optimal_evaluations = 0  # in a row
         self.has_stopped = False  # by `stop_when`
+        self.counted: dict[str, int] = {}  # values of a metric up to the step before, since the last log
 
     def state(self) -> dict:
         """What a checkpoint keeps of it, so that a resumed run stops where it would have stopped."""
@@ -101,17 +115,19 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         self.started = time.perf_counter()
         writer = self._tensorboard_writer()
         if writer is not None:
-            lines = ["train/reward", *(f"train/{name}" for name in self.reward_lines)]
+            # Regular expressions: without the ends `train/reward` would draw reward_std and the parts, too
+            lines = [f"^{re.escape(f'train/{name}')}$" for name in ("reward", *self.reward_lines)]
             writer.add_custom_scalars({"reward": {"beside what a state-blind policy earns": ["Multiline", lines]}})
 
     def on_step_end(self, args, state, control, **kwargs):
         metrics = self.trainer._metrics["train"]
         for name, value in self.reward_lines.items():
             metrics[name].append(value)
-        if metrics["frac_reward_zero_std"]:  # empty where a batch is used again: nothing new is known
+        unanimous_shares, entropies = (self._of_this_step(name) for name in ("frac_reward_zero_std", "action/entropy"))
+        if unanimous_shares:  # empty where a batch is used again: nothing new is known
             # The objective `expected` has a gradient in unanimous groups, too, as long as more than one action lives.
-            is_dead = np.mean(metrics.get("action/entropy") or 0.0) < DEAD_ENTROPY
-            if metrics["frac_reward_zero_std"][-1] < 1.0 or not is_dead:
+            is_dead = np.mean(entropies or 0.0) < DEAD_ENTROPY
+            if min(unanimous_shares) < 1.0 or not is_dead:
                 self.unanimous_since = None
             elif self.unanimous_since is None:
                 self.unanimous_since = state.global_step
@@ -127,6 +143,15 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         if self.has_stopped:
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"  # an evaluation that is interrupted begins from there
+
+    def on_log(self, args, state, control, **kwargs):
+        self.counted = {}  # the trainer has emptied its lists
+
+    def _of_this_step(self, name: str) -> list[float]:
+        """What this step has added to the values of `name`: one a micro-batch; they are kept until they are logged."""
+        values, counted = self.trainer._metrics["train"].get(name, []), self.counted.get(name, 0)
+        self.counted[name] = len(values)
+        return values[counted:]
 
     def evaluate(self, step: int) -> list[PolicyScore]:
         """Judge the greedy policy now, add the figures to the step's metrics and the picture to TensorBoard."""
@@ -151,7 +176,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
             "time/evaluation_share": self.evaluation_seconds / (time.perf_counter() - self.started),
         }
         for name, value in values.items():
-            self.trainer._metrics["train"][name].append(float(value))
+            self.trainer._metrics["train"][name] = [float(value)]  # of the last evaluation before a log, no mean
         writer = self._tensorboard_writer()
         if writer is not None:
             mdp = lake_mdp(self.grids[0], self.reader.is_slippery)

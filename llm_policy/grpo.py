@@ -44,12 +44,15 @@ class PolicyTrainer(GRPOTrainer):
        with r the reward of a well-formed completion that answers a, and p the model's own probability of the action's
        string after prompt and thought. What is no action earns nothing here, not the half that it has for its form, so
        that probability which leaks to other answers comes back; a readable action in a malformed completion counts
-       like a well-formed one, for form is taught by the other tokens. Under such rewards its gradient is the mean of
-       the gradients that sampling the answer again and again would give GRPO without reward scaling; hence no sampling
-       noise at the decision and no group without a gradient. All other tokens keep the group advantage. Needs the
-       reward of every action (`action_rewards`).
+       like a well-formed one, for form is taught by the other tokens. Under such rewards its gradient is G / (G - 1)
+       times the mean of the gradients that sampling the answer again and again would give GRPO with groups of G and
+       without reward scaling (GRPO's baseline, the group's mean, contains the sample itself). So the reward has no
+       sampling noise at the decision, and a group whose rewards agree has a gradient as long as one of its completions
+       names an action; the KL term of `beta`, where there is one, stays sampled. All other tokens keep the group
+       advantage. Needs the reward of every action (`action_rewards`).
        The equality is one of sums over tokens (loss_type luspo); grpo and dapo divide a sampled term by the number of
-       tokens, this one only by the number of completions, so that there it weighs more.
+       tokens, this one only by the number of completions, so that there it weighs more. Needs token-level ratios
+       (importance_sampling_level): a ratio of the whole sequence would carry the sampled term back to the answer.
     5. The order of the rows depends on seed and epoch alone, so that a resumed run sees what it would have seen.
     6. Rewards are float64 until they are advantages: the mean of equal ones is then exact, and a unanimous group has no
        variance. In float32 rounding errors of 1e-7 make advantages of 1e-3, and unanimous groups count as varied.
@@ -80,10 +83,9 @@ class PolicyTrainer(GRPOTrainer):
             action_entropy_coef: weight of the entropy (nats) of pi in the expected objective.
             guesses: dataset rows -> token ids of a likely completion of each (llm_policy/sampling.py).
         """
-        if objective not in OBJECTIVES:
-            raise InputError(f"--objective {objective!r}: expected one of {', '.join(OBJECTIVES)}")
-        if objective == "expected" and (action_rewards is None or not packed):
-            raise InputError("--objective expected needs the reward of every action and --packed true")
+        check_objective(objective, packed, args)
+        if objective == "expected" and action_rewards is None:
+            raise InputError("--objective expected needs the reward of every action")
         super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
         self.objective = objective
         self.packed = packed
@@ -318,9 +320,22 @@ class PolicyTrainer(GRPOTrainer):
         if not difference <= tolerance:
             raise InputError(
                 f"{self.model.config.model_type}: packed log-probabilities differ from TRL's by {difference:.3g} "
-                f"(at most {tolerance} expected): this architecture needs --packed false"
+                f"(at most {tolerance} expected): this architecture needs --objective grpo --packed false"
             )
         return difference.item()
+
+
+def check_objective(objective: str, packed: bool, args: GRPOConfig) -> None:
+    """Raise `InputError` for an unknown objective, or for `expected` with options that it cannot be had with."""
+    if objective not in OBJECTIVES:
+        raise InputError(f"--objective {objective!r}: expected one of {', '.join(OBJECTIVES)}")
+    if objective == "expected" and not packed:
+        raise InputError("--objective expected: needs --packed true; TRL's own pass knows --objective grpo only")
+    if objective == "expected" and args.importance_sampling_level != "token":
+        raise InputError(
+            f"--importance_sampling_level {args.importance_sampling_level}: one ratio for all tokens carries the "
+            "sampled term back to the answer; use token, or --objective grpo"
+        )
 
 
 class EpochRepeatSampler(RepeatSampler):

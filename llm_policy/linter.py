@@ -1,4 +1,4 @@
-"""What is wrong with data and prompts, said before a step is paid for: every mistake of the original run has a rule.
+"""What is wrong with data and prompts, said before a step is paid for.
 
 `train_script.py --check only` runs it alone. An error makes learning impossible or its score untrue; a warning names
 what makes it slow.
@@ -15,15 +15,16 @@ from transformers import PreTrainedTokenizerBase
 
 from llm_policy.errors import InputError
 from llm_policy.frozen_lake import ACTIONS, Grid, lake_mdp, parse_state_text
-from llm_policy.mdp import optimal_actions
+from llm_policy.mdp import AGREEMENT_GAMMA, optimal_actions, optimal_q
 from prompts import Messages, check_prompt, prompt_token_ids
 from rewards import OPTIMAL_TOLERANCE, AdvantageReward
 
 ANSI_CODE = re.compile(r"\x1b\[[0-9;]*m")
 # Rows of a lake, the agent shown by a letter or a colour; and an answer, whatever stands between.
+CELL = r"(?:\x1b\[41m[SFHG]\x1b\[0m|[SFHGA])"
 GRID_OR_ANSWER = re.compile(
-    r"(?P<grid>(?:^(?:\x1b\[41m[SFHG]\x1b\[0m|[SFHGA])+[ \t]*$\n?)+)"
-    rf"|<answer>\s*(?P<action>{'|'.join(ACTIONS)})\s*</answer>",
+    rf"(?P<grid>(?:^[ \t]*{CELL}(?: ?{CELL})+[ \t]*$\n?)+)"
+    rf"|<answer>\s*(?P<action>(?i:{'|'.join(ACTIONS)}))\s*</answer>",
     re.MULTILINE,
 )
 FLAT = 0.01  # spread of a state's Q-values in units of the table's largest |Q|
@@ -64,7 +65,7 @@ def lint(
     """
     findings = [
         *_same_prompts(table, prompts),
-        *_examples(table, prompts),
+        *_examples(table, prompts, is_slippery),
         *_token_ids(prompts, tokenizer, context_tokens, max_completion_tokens),
         *_unsaid_dynamics(prompts, is_slippery),
         *_dynamics(table, is_slippery),
@@ -105,35 +106,47 @@ def _same_prompts(table: pd.DataFrame, prompts: Sequence[Messages]) -> list[Find
     return findings
 
 
-def _examples(table: pd.DataFrame, prompts: Sequence[Messages]) -> list[Finding]:
-    """Examples inside the prompts (a lake, then an answer) whose action is not optimal by the expert's Q."""
+def _examples(table: pd.DataFrame, prompts: Sequence[Messages], is_slippery: bool) -> list[Finding]:
+    """Examples inside the prompts (a lake, then an answer) whose action is not optimal.
+
+    By the expert's Q-values, or by exact ones for a lake that is not in the table.
+    """
     best = {
         (grid, state): optimal_actions(np.array(q), OPTIMAL_TOLERANCE)
         for grid, state, q in zip(table["grid"], table["state"], table["q_values"], strict=True)
     }
     wrong: Counter[str] = Counter()
+    unchecked: set[str] = set()
     for messages in prompts:
-        place = None
+        lake, place = None, None
         for match in GRID_OR_ANSWER.finditer("\n".join(message["content"] for message in messages)):
             if match["grid"]:
+                lake = re.sub(r"[ \t]", "", match["grid"]).strip()
                 try:
-                    place = parse_state_text(match["grid"].strip())
-                except InputError:  # a lake without an agent is no example
+                    place = parse_state_text(lake)
+                except InputError:  # no agent, or no lake
                     place = None
-            elif place in best and not best[place][ACTIONS.index(match["action"])]:
+                if place and place not in best:
+                    grid, state = place
+                    q_SA = optimal_q(lake_mdp(grid, is_slippery), AGREEMENT_GAMMA)
+                    best[place] = optimal_actions(q_SA[state], OPTIMAL_TOLERANCE)
+            elif place is None:
+                unchecked |= {lake} if lake else set()
+            elif not best[place][ACTIONS.index(match["action"].upper())]:
                 right = " or ".join(ACTIONS[a] for a in np.flatnonzero(best[place]))
-                wrong[
-                    f"{match['action']} in state {place[1]} of {'|'.join(place[0])}, where the expert goes {right}"
-                ] += 1
-    if not wrong:
-        return []
-    return [
-        Finding(
-            "wrong examples",
-            f"{len(wrong)} answers shown in the prompts are not optimal: {'; '.join(list(wrong)[:3])}",
-            is_error=True,
+                where = f"state {place[1]} of {'|'.join(place[0])}"
+                wrong[f"{match['action'].upper()} in {where}, where the expert goes {right}"] += 1
+    findings = []
+    if wrong:
+        message = f"{len(wrong)} answers in the prompts are not optimal, correct them: {'; '.join(list(wrong)[:3])}"
+        findings.append(Finding("wrong examples", message, is_error=True))
+    if unchecked:
+        message = (
+            f"{len(unchecked)} lakes with an answer in the prompts, first {min(unchecked).splitlines()}: where the "
+            "agent stands is not to be seen; write A in its cell"
         )
-    ]
+        findings.append(Finding("unreadable examples", message))
+    return findings
 
 
 def _token_ids(
@@ -197,7 +210,8 @@ def _unsaid_dynamics(prompts: Sequence[Messages], is_slippery: bool) -> list[Fin
     silent = sum("slip" not in " ".join(m["content"] for m in messages).lower() for messages in prompts)
     if not (is_slippery and silent):
         return []
-    return [Finding("unsaid dynamics", f"{silent} of {len(prompts)} prompts do not say that the ice is slippery")]
+    message = f"{silent} of {len(prompts)} prompts do not say that the ice is slippery; say it there"
+    return [Finding("unsaid dynamics", message)]
 
 
 def _dynamics(table: pd.DataFrame, is_slippery: bool) -> list[Finding]:
@@ -216,7 +230,11 @@ def _dynamics(table: pd.DataFrame, is_slippery: bool) -> list[Finding]:
                 is_error=True,
             )
         ]
-    return [Finding("rough Q-values", f"mean Bellman residual {here:.3f} of the largest Q on {named} ice; 0 is exact")]
+    message = (
+        f"mean Bellman residual {here:.3f} of the largest Q on {named} ice, 0 is exact; average more learners, or take "
+        "--method value_iteration (python -m llm_policy.expert_q)"
+    )
+    return [Finding("rough Q-values", message)]
 
 
 def _overlap(table: pd.DataFrame, evaluation_grids: Sequence[Grid]) -> list[Finding]:
@@ -225,7 +243,8 @@ def _overlap(table: pd.DataFrame, evaluation_grids: Sequence[Grid]) -> list[Find
     if not both:
         return []
     message = (
-        f"{len(both)} of {len(evaluation_grids)}, first {'|'.join(both[0])}: their score says nothing about new maps"
+        f"{len(both)} of {len(evaluation_grids)}, first {'|'.join(both[0])}: their score says nothing about new maps; "
+        "take their rows out of the CSV"
     )
     return [Finding("test maps are training maps", message, is_error=True)]
 
@@ -245,14 +264,25 @@ def _weak_rewards(table: pd.DataFrame, scale: AdvantageReward) -> list[Finding]:
             f"--optimal_bonus {scale.optimal_bonus:g} changes nothing under --cap_bonus true: an optimal action has 1"
         )
         findings.append(Finding("idle bonus", message))
-    spread_P = np.ptp(q_PA, axis=1)  # where it is zero every action is optimal, and the reward says so
+    spread_P = np.ptp(q_PA, axis=1)
+    equal = spread_P <= OPTIMAL_TOLERANCE  # the goal is out of reach there, or nothing can go wrong
+    if equal.all():
+        message = "every action is optimal in every state, so that nothing can be learnt; the CSV needs other Q-values"
+        findings.append(Finding("equal Q-values", message, is_error=True))
+    elif equal.any():
+        message = (
+            f"in {equal.sum()} of {len(equal)} states, first {table['state_str'][int(equal.argmax())]}, every action "
+            "is optimal; they teach nothing, and may be left out"
+        )
+        findings.append(Finding("equal Q-values", message))
     flat = (spread_P > OPTIMAL_TOLERANCE) & (spread_P <= FLAT * largest)
     if flat.any():
         findings.append(
             Finding(
                 "flat rows",
                 f"{flat.sum()} of {len(flat)} states, first {table['state_str'][int(flat.argmax())]}: all Q-values "
-                f"within {FLAT:.0%} of the largest; the reward is relative to the state and pays in full for them",
+                f"within {FLAT:.0%} of the largest; the reward is relative to the state and pays in full for them; "
+                "leave out those that do not matter",
             )
         )
     rewards_PA = scale.of_actions(q_PA)

@@ -179,19 +179,6 @@ def optimal_return(mdp: MDP, horizon_steps: int | None = None) -> float | np.nda
     return _from_start(mdp, values_MS.reshape(mdp.start_S.shape))
 
 
-def state_visits(mdp: MDP, policy_SA: np.ndarray, horizon_steps: int) -> np.ndarray:
-    """How often one episode of at most `horizon_steps` steps is expected to act in each state, shape ([M,] S)."""
-    stack, policy_MSA = _stacked(mdp), _stacked_policy(mdp, policy_SA)
-    index_MSAK = _flat_successors(stack.next_states_SAK)
-    probabilities_MSAK = stack.probabilities_SAK * policy_MSA[..., None]
-    here_MS, visits_MS = stack.start_S, np.zeros(stack.start_S.shape)
-    for _ in range(_checked_horizon(horizon_steps)):
-        visits_MS += here_MS
-        mass_MSAK = probabilities_MSAK * here_MS[..., None, None]
-        here_MS = np.bincount(index_MSAK.ravel(), mass_MSAK.ravel(), here_MS.size).reshape(here_MS.shape)
-    return visits_MS.reshape(mdp.start_S.shape)
-
-
 def greedy_policy(q_SA: np.ndarray) -> np.ndarray:
     """One-hot policy ([M,] S, A) of the first action that is maximal within 1e-9."""
     return np.eye(q_SA.shape[-1])[optimal_actions(q_SA).argmax(axis=-1)]

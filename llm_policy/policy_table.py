@@ -54,7 +54,7 @@ def score_policy(
 ) -> PolicyScore:
     """Judge a policy table on one map by dynamic programming; nothing is simulated."""
     mdp = lake_mdp(grid, is_slippery)
-    success = float(policy_return(mdp, policy_SA))
+    success = max(0.0, float(policy_return(mdp, policy_SA)))  # rounding makes -1e-16 of nothing
     optimum = float(optimal_return(mdp))
     states = acting_states(grid)
     best_SA = optimal_actions(optimal_q(mdp, AGREEMENT_GAMMA))
@@ -87,7 +87,7 @@ def action_letters(policy_SA: np.ndarray) -> str:
 
 
 def best_constant_action(mdp: MDP, horizon_steps: int) -> int:
-    """The action that, taken everywhere, reaches the goal most often: what a state-blind policy can earn."""
+    """The action that, taken everywhere, reaches the goal most often: the best policy of one action."""
     states = mdp.rewards_SA.shape[0]
     returns = [policy_return(mdp, constant_policy(states, a), horizon_steps=horizon_steps) for a in range(len(ACTIONS))]
     return int(np.argmax(returns))

@@ -37,6 +37,8 @@ INFORMATION = [
     (with_rows(FOUR_STATES, np.eye(4)[[0, 0, 2, 2]]), FOUR_STATES, math.log(2)),
     # The expert, one-hot: the entropy of its actions, 4 x LEFT, 2 x DOWN, 1 x RIGHT, 4 x UP
     (EXPERT, GRID, -sum(n / 11 * math.log(n / 11) for n in (4, 2, 1, 4))),
+    # What could not be read says nothing about the states
+    (with_rows(GRID, [*np.full((5, 4), 0.25), *np.eye(4)[[0] * 6]]), GRID, 0.0),
     # One state differs a little: a little
     (with_rows(("SFG",), [[0.5, 0.5, 0, 0], [1, 0, 0, 0]]), ("SFG",), 0.2157615),
 ]  # fmt: skip
@@ -65,7 +67,8 @@ VERDICTS = [
     (uniform_policy(16), "uniformly random in every state (0/11 states, 2 % of optimal)"),
     # A uniform row is an answer that could not be read, and no LEFT
     (with_rows(GRID, [*np.full((10, 4), 0.25), [0, 1, 0, 0]]), "partly learned: 1/11 states, 2 % of optimal, 10 "),
-    (with_rows(GRID, [*np.full((2, 4), 0.25), *np.eye(4)[[0] * 9]]), "nearly state-blind: LEFT in 9 of 11 states"),
+    (with_rows(GRID, [*np.full((2, 4), 0.25), *np.eye(4)[[0] * 9]]), "state-blind: always LEFT (3/11 states, 0 % of "),
+    (with_rows(GRID, [*np.full((5, 4), 0.25), *np.eye(4)[[0] * 5 + [1]]]), "nearly state-blind: LEFT in 5 of 6 states"),
     # The expert but for the last two states before the goal
     (with_rows(GRID, [*EXPERT[acting_states(GRID)][:9], *np.eye(4)[[3, 3]]]), "partly learned: 9/11"),
 ]  # fmt: skip
@@ -100,7 +103,8 @@ def stopped_at(unanimous_shares: list[float | None], stop_when: str, entropies: 
     for step, share in enumerate(unanimous_shares, start=1):
         trainer._metrics["train"]["frac_reward_zero_std"] = [] if share is None else [share]
         if entropies is not None:  # one a micro-batch
-            trainer._metrics["train"]["action/entropy"] = entropies
+            trainer._metrics["train"]["action/entropy"] = list(entropies)
+        diagnostics.on_log(None, None, None)  # of the step before
         control = SimpleNamespace(should_training_stop=False)
         diagnostics.on_step_end(ARGUMENTS, SimpleNamespace(global_step=step, max_steps=1000), control)
         if control.should_training_stop:
@@ -142,6 +146,21 @@ def test_the_expected_objective_collapses_with_its_action_entropy_only():
     assert stopped_at([1.0] * 20, "collapsed", [0.002, 0.001])[0] == 1 + COLLAPSE_STEPS
 
 
+def test_what_is_not_logged_yet_is_of_the_steps_before():
+    """`--logging_steps` above 1: the trainer keeps all values until then. Four micro-batches a step."""
+    trainer = SimpleNamespace(_metrics={"train": defaultdict(list)})
+    diagnostics = PolicyDiagnostics(trainer, None, [GRID], 0, "collapsed", {})
+    metrics = trainer._metrics["train"]
+    since = []
+    for step, shares in enumerate([[1.0, 0.5, 1.0, 1.0], [1.0] * 4, [], [1.0] * 4], start=1):
+        metrics["frac_reward_zero_std"] += shares
+        metrics["action/entropy"] += [0.01 if step > 1 else 1.0]
+        state = SimpleNamespace(global_step=step, max_steps=1000)
+        diagnostics.on_step_end(ARGUMENTS, state, SimpleNamespace(should_training_stop=False))
+        since.append(diagnostics.unanimous_since)
+    assert since == [None, 2, 2, 2]
+
+
 def test_a_learned_policy_agrees_and_has_not_collapsed():
     diagnostics = PolicyDiagnostics(None, None, [GRID], 0, "never", {})
     diagnostics.unanimous_since = 3
@@ -159,14 +178,16 @@ def test_evaluation_at_its_interval_and_after_the_last_step():
         callback_handler=SimpleNamespace(callbacks=[]),
     )  # fmt: skip
     policies = ModelPolicies([EXPERT, constant_policy(16, 1)], 0.5, [])
-    reader = SimpleNamespace(is_slippery=True, policies=lambda *_: policies)
+    asked: list = []
+    reader = SimpleNamespace(is_slippery=True, policies=lambda *_: asked.append(1) or policies)
     diagnostics = PolicyDiagnostics(trainer, reader, [GRID] * 2, 3, "never", {})
     diagnostics.started = 0.0
     for step in range(1, 8):
         control = SimpleNamespace(should_training_stop=False)
         diagnostics.on_step_end(ARGUMENTS, SimpleNamespace(global_step=step, max_steps=7), control)
         metrics = trainer._metrics["train"]
-        assert len(metrics["policy/optimal_states"]) == [0, 0, 1, 1, 1, 2, 3][step - 1]
+        assert len(metrics["policy/optimal_states"]) == (step >= 3)  # the last one, no mean of several
+        assert len(asked) == [0, 0, 1, 1, 1, 2, 3][step - 1]
     figures = {name: values[-1] for name, values in metrics.items() if name.startswith("policy/")}
     assert figures.pop("policy/mutual_information") > 0
     assert figures == pytest.approx(
@@ -181,13 +202,14 @@ def test_evaluation_at_its_interval_and_after_the_last_step():
     )
 
 
+@pytest.mark.parametrize("stop_when", ["optimal", "either"])
 @pytest.mark.parametrize(
     ("percents", "step"),
     [([50.0, 100.0, 100.0, 100.0], 3), ([100.0, 99.0, 100.0, 99.0], None), ([100.0, 100.0], 2)],
 )
-def test_stops_where_the_optimum_is_steady(percents, step, monkeypatch):
+def test_stops_where_the_optimum_is_steady(percents, step, stop_when, monkeypatch):
     trainer = SimpleNamespace(_metrics={"train": {"frac_reward_zero_std": [0.0]}})
-    diagnostics = PolicyDiagnostics(trainer, None, [GRID], 1, "optimal", {})
+    diagnostics = PolicyDiagnostics(trainer, None, [GRID], 1, stop_when, {})
     monkeypatch.setattr(diagnostics, "evaluate", lambda n: [SimpleNamespace(percent_of_optimal=percents[n - 1])])
     stops = []
     for n in range(1, len(percents) + 1):

@@ -597,6 +597,34 @@ def test_expected_gradient_equals_the_enumerated_one(architecture, split_actions
     assert logged == pytest.approx(torch.tensor(metrics_N3).mean(0).tolist(), rel=1e-4)  # of those with an answer
 
 
+def test_the_expected_loss_rises_along_its_gradient_as_finite_differences_do(tmp_path):
+    """Central differences of the loss itself, along its gradient and along a random half of it."""
+    trainer = expected_trainer("llama", tmp_path, 0.3)
+    teach_names(trainer)
+    trainer.model.double()
+    rows = [row for row, *_ in REPLIES]
+    batch = batch_of(trainer, rows, [encoded(trainer, text) for _, text, *_ in REPLIES], [0.0] * len(REPLIES))
+    batch["action_rewards"] = batch["action_rewards"].double()
+    weights = [p for p in trainer.model.parameters() if p.requires_grad]
+    gradient_D = gradient(trainer, trainer._compute_loss(trainer.model, batch))
+
+    def loss_at(step_D: torch.Tensor) -> float:
+        with torch.no_grad():
+            for weight, step in zip(weights, step_D.split([w.numel() for w in weights]), strict=True):
+                weight += step.view_as(weight)
+            loss = trainer._compute_loss(trainer.model, batch).item()
+            for weight, step in zip(weights, step_D.split([w.numel() for w in weights]), strict=True):
+                weight -= step.view_as(weight)
+        return loss
+
+    half_D = torch.rand(gradient_D.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    for direction_D in (gradient_D, gradient_D * half_D):
+        step_D = 1e-3 * direction_D / direction_D.norm()
+        slope = (loss_at(step_D) - loss_at(-step_D)) / 2e-3
+        assert slope == pytest.approx((gradient_D @ direction_D / direction_D.norm()).item(), rel=1e-3)
+    assert gradient_D.norm() > 0.01
+
+
 @pytest.mark.parametrize("split_actions", [False, True])
 def test_expected_gradient_is_the_mean_of_grpos_over_all_answers(split_actions, tmp_path):
     """One thought, each answer weighted by its probability and reward: GRPO without reward scaling.

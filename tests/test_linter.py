@@ -76,6 +76,28 @@ def test_an_example_with_an_optimal_action_is_none(tokenizers):
     assert rules_of(tokenizers["llama"], prompts=wrong) == {"wrong examples": True}
 
 
+EXAMPLES = {
+    "cells apart": ("A F F F\nF H F H\nF F F H\nH F F G", "RIGHT", "wrong examples"),
+    "indented": ("    AFFF\n    FHFH\n    FFFH\n    HFFG", "RIGHT", "wrong examples"),
+    "lower case": ("AFFF\nFHFH\nFFFH\nHFFG", "right", "wrong examples"),
+    "colour code": ("\x1b[41mS\x1b[0mFFF\nFHFH\nFFFH\nHFFG", "RIGHT", "wrong examples"),
+    # of a lake that the table does not have: by exact Q-values
+    "another lake": ("SFF\nFAF\nHFG", "UP", "wrong examples"),
+    "another lake, optimal": ("SFF\nFAF\nHFG", "RIGHT", None),
+    # as the original's: the S moved to the agent, so that nothing says where it stands
+    "no agent": ("F F S F\nF H F H\nF F F H\nH F F G", "DOWN", "unreadable examples"),
+    "no lake": ("The form of a reply:", "UP", None),
+}
+
+
+@pytest.mark.parametrize("case", EXAMPLES)
+def test_examples_however_they_are_written(case, tokenizers):
+    lake, action, rule = EXAMPLES[case]
+    text = f"{lake}\nIt is slippery.\n<think>.</think><answer>{action}</answer>"
+    prompts = [[{"role": "user", "content": f"{text}\nnow state {i}"}] for i in range(11)]
+    assert rules_of(tokenizers["llama"], prompts=prompts) == ({rule: rule == "wrong examples"} if rule else {})
+
+
 def test_states_with_one_prompt(tokenizers):
     prompts = [[{"role": "user", "content": "Cross the slippery lake."}]] * 11
     [finding] = findings_of(tokenizers["llama"], prompts=prompts)
@@ -153,8 +175,17 @@ def test_flat_rows(tokenizers):
     found = {f.rule: f for f in findings_of(tokenizers["llama"], table)}
     assert not found["flat rows"].is_error
     assert found["flat rows"].message.startswith("1 of 11 states, first SFFF|AHFH|FFFH|HFFG")
+
+
+def test_equal_q_values(tokenizers):
+    table = table_of()
     table.at[4, "q_values"] = [0.5] * 4  # every action is optimal, and is rewarded so
-    assert "flat rows" not in rules_of(tokenizers["llama"], table)
+    found = {f.rule: f for f in findings_of(tokenizers["llama"], table)}
+    assert "flat rows" not in found
+    assert not found["equal Q-values"].is_error
+    assert found["equal Q-values"].message.startswith("in 1 of 11 states, first SFFF|AHFH|FFFH|HFFG")
+    table["q_values"] = [[0.5] * 4] * 11
+    assert rules_of(tokenizers["llama"], table)["equal Q-values"]
 
 
 def test_idle_bonus(tokenizers):

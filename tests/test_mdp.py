@@ -19,7 +19,6 @@ from llm_policy.mdp import (
     optimal_return,
     policy_return,
     policy_values,
-    state_visits,
 )
 
 LAKE = lake_mdp(CANONICAL_GRIDS["4x4"])
@@ -108,8 +107,6 @@ def test_stack_equals_single_maps_and_drops_none(monkeypatch):
         np.testing.assert_allclose(policy_return(lakes, policy_MSA, 1, horizon), expected_M, atol=1e-12)
         best_M = [optimal_return(lake, horizon) for lake in singles]
         np.testing.assert_allclose(optimal_return(lakes, horizon), best_M, atol=1e-12)
-    visits_MS = [state_visits(lake, policy, 30) for lake, policy in zip(singles, policy_MSA, strict=True)]
-    np.testing.assert_allclose(state_visits(lakes, policy_MSA, 30), visits_MS, atol=1e-12)
     np.testing.assert_allclose(lakes.transitions_SAS, [lake.transitions_SAS for lake in singles])
     everywhere_SA = policy_MSA[0]
     assert policy_return(lakes, everywhere_SA).shape == (40,)
@@ -190,20 +187,6 @@ def test_taxi_optimum_by_breadth_first_search():
     assert optimal_return(mdp) == pytest.approx(expected, abs=1e-9)
     assert expected == pytest.approx(7.93)
     np.testing.assert_allclose(optimal_q(mdp).max(axis=1)[list(distance)], [21 - d for d in distance.values()])
-
-
-def test_visits_by_hand():
-    """Deterministic lake, DOWN, DOWN, then RIGHT into the holes' row: 0, 4, 8, 9, 13, 14 once each, then the goal."""
-    lake = lake_mdp(CANONICAL_GRIDS["4x4"], is_slippery=False)
-    actions_S = np.zeros(16, dtype=int)
-    actions_S[[0, 4, 9]] = 1
-    actions_S[[8, 13, 14]] = 2
-    visits_S = state_visits(lake, np.eye(4)[actions_S], 100)
-    assert visits_S.nonzero()[0].tolist() == [0, 4, 8, 9, 13, 14]
-    assert visits_S.sum() == 6
-    assert state_visits(lake, np.eye(4)[actions_S], 2).nonzero()[0].tolist() == [0, 4]
-    # waiting at the wall: as many visits as steps
-    assert state_visits(lake, constant_policy(0), 100)[0] == 100
 
 
 def test_greedy_takes_the_first_of_ties():

@@ -73,6 +73,8 @@ WAYS = [
     (GRID, 0, "LEFT: edge, DOWN: ice with 1 way on, RIGHT: ice with 1 way on, UP: edge."),
     (GRID, 4, "LEFT: edge, DOWN: ice with 1 way on, RIGHT: hole, UP: ice with 1 way on."),
     (GRID, 14, "LEFT: ice with 1 way on, DOWN: edge, RIGHT: goal, UP: ice with 2 ways on."),
+    # behind DOWN the goal counts as a way, too
+    (GRID, 10, "LEFT: ice with 2 ways on, DOWN: ice with 2 ways on, RIGHT: hole, UP: ice with 1 way on."),
     (("SFG", "FHF", "FHF"), 3, "LEFT: edge, DOWN: ice with 0 ways on, RIGHT: hole, UP: ice with 1 way on."),
 ]
 

@@ -5,7 +5,7 @@ import pytest
 
 from llm_policy.errors import InputError
 from llm_policy.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states, lake_mdp
-from llm_policy.mdp import greedy_policy, optimal_q, state_visits
+from llm_policy.mdp import greedy_policy, optimal_q
 from rewards import (
     ORIGINAL_REWARD,
     REWARD_SHAPES,
@@ -118,7 +118,10 @@ def test_what_state_blind_policies_earn():
     grid = CANONICAL_GRIDS["4x4"]
     lake = lake_mdp(grid)
     q_SA = optimal_q(lake, gamma=0.99)
-    visits_S = state_visits(lake, greedy_policy(q_SA), horizon_steps=100)
+    visits_S, here_S = np.zeros(16), lake.start_S
+    to_next_SS = np.einsum("sat,sa->st", lake.transitions_SAS, greedy_policy(q_SA))
+    for _ in range(100):
+        visits_S, here_S = visits_S + here_S, here_S @ to_next_SS
     states = acting_states(grid)
     weights_P = visits_S[states] / visits_S[states].sum()
     rewards_AP = np.array([combined_reward([reply(a)] * len(states), q_SA[states].tolist()) for a in ACTIONS])

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tiny_models import build_tiny_model
 
 import evaluate_policy
@@ -172,6 +174,11 @@ def test_tensorboard(finished_run):
     assert events.Images("policy")[0].encoded_image_string.startswith(b"\x89PNG")
     scalars = events.Tags()["scalars"]
     assert {f"train/{name}" for name in (*LOGGED, *JUDGED)} <= set(scalars)
+    layout = Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    [chart] = layout.category[0].chart
+    drawn = {scalar for scalar in scalars if any(re.match(tag, scalar) for tag in chart.multiline.tag)}
+    lines = ("always LEFT", "uniform policy", "optimal policy")
+    assert drawn == {"train/reward", *(f"train/reward/{line}" for line in lines)}
 
 
 def test_evaluation(finished_run):
@@ -417,7 +424,6 @@ def test_many_maps_judged_on_those_held_out(taught, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "5 maps" in printed
     assert "3 maps held out" in printed
-    assert "test maps are training maps" not in printed  # the linter's rule
     evaluation = json.loads((out / "evaluation.json").read_text())
     assert evaluation["maps"] == json.loads((out / "run.json").read_text())["maps"]
     names = {policy["policy"] for policy in evaluation["policies"]}
@@ -430,6 +436,14 @@ def test_many_maps_judged_on_those_held_out(taught, tmp_path, capsys):
     before = next(policy for policy in evaluation["policies"] if policy["policy"] == "trained, greedy")
     assert again["policies"][-1]["actions"] == before["actions"]
     assert again["policies"][-1]["success_probability"] == pytest.approx(before["success_probability"])
+
+
+def test_a_leak_of_test_maps_is_an_error(taught, tmp_path, monkeypatch, capsys):
+    lakes = write_expert_csv(ExpertOptions(random_maps=5, rows="states", output=str(tmp_path / "lakes.csv")))
+    monkeypatch.setattr(train_script, "held_out", lambda table, _: (table, list(dict.fromkeys(table["grid"]))[:3]))
+    more = ("--expert_csv", lakes, "--test_maps", "3", "--check", "only")
+    assert main(small_run(taught("llama"), tmp_path / "out", *more)) == 2
+    assert "error: test maps are training maps: 3 of 3" in capsys.readouterr().out
 
 
 def test_maps_held_out_are_not_trained_on(tmp_path):
@@ -479,6 +493,15 @@ def test_balanced_rows_show_each_best_action_equally_often(tmp_path):
     assert balanced["prompt"] != rows(1, 1)["prompt"]
 
 
+def test_of_a_short_table_as_many_rows_are_drawn_as_the_run_reads(tmp_path):
+    table = read_expert_csv(CSV)
+    prompts = [[{"role": "user", "content": str(i)}] for i in range(len(table))]
+    _, training, _, _ = parse_arguments(small_run(tmp_path, tmp_path / "out", "--max_steps", 300))
+    dataset = build_dataset(table, prompts, training, 1.0)
+    assert len(dataset) == 300 * 2  # two prompts a step
+    assert set(dataset["state"]) == set(table["state"])
+
+
 BAD_INPUT = [
     # further arguments, what the line names: {tmp} is the folder of `places`
     # Flags and configurations
@@ -525,6 +548,7 @@ BAD_INPUT = [
     (["--lora_modules_to_save", "lm_head"], "--lora_modules_to_save ['lm_head']: warm start and GRPO are joined"),
     (["--max_steps", "0"], "--max_steps: expected at least 1"),
     (["--objective", "expected", "--packed", "false"], "--packed true"),
+    (["--importance_sampling_level", "sequence"], "--importance_sampling_level sequence: one ratio for all tokens"),
     (["--use_peft", "false"], "--use_peft"),
     (["--lora_target_modules", "nonsense"], "--lora_target_modules"),
     (["--loss_type", "nonsense"], "nonsense"),
