@@ -338,8 +338,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_baseline(name):
             tables[name] = [baseline_table(name, grid, is_slippery, arguments.seed) for grid in grids]
             continue
-        folder, settings = Path(name).parent, runs[name]
-        if (folder / "warm_start").is_dir() or run_settings(folder).get("on_adapter"):
+        place, settings = Path(name).expanduser().resolve(), runs[name]
+        folder = place.parent
+        if not settings and ((folder / "warm_start").is_dir() or run_settings(folder).get("on_adapter")):
             raise InputError(f"--policies {name}: trained on top of an adapter; judge the run's folder, {folder}")
         tokenizer = load_tokenizer(name)
         observation = arguments.observation or settings.get("observation", "coordinates")

@@ -17,7 +17,7 @@ import random
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from trl import GRPOConfig, ModelConfig, get_peft_config, get_quantization_confi
 from trl.import_utils import is_vllm_available
 
 from evaluate_policy import evaluate_policies, model_policies, print_table, save_evaluation
-from llm_policy.checkpoints import COMPLETE_MARK, latest_checkpoint, remove_incomplete, supersede
+from llm_policy.checkpoints import COMPLETE_MARK, DISK_WORDS, latest_checkpoint, remove_incomplete, supersede
 from llm_policy.diagnostics import STOP_CONDITIONS, MetricsFile, PolicyDiagnostics, policy_verdict
 from llm_policy.errors import EXIT_INPUT_ERROR, InputError, check_at_least, check_choices, run_script
 from llm_policy.expert_q import read_expert_csv
@@ -50,11 +50,12 @@ from llm_policy.run_files import (
     EXIT_INTERRUPTED,
     RUN_FILE,
     check_same_run,
+    only_process_in,
     parse_config,
     write_run_files,
     write_whole,
 )
-from llm_policy.warm_start import join_adapters, sampled_format_validity, teach_format
+from llm_policy.warm_start import check_joinable, join_adapters, sampled_format_validity, teach_format
 from prompts import OBSERVATIONS, Messages, fit_to_template, format_example, policy_messages
 from rewards import OPTIMAL_TOLERANCE, REWARD_SHAPES, AdvantageReward, reward_functions, well_formed_rewards
 
@@ -68,7 +69,15 @@ TRL_CHOICES = {
     "importance_sampling_level": ("token", "sequence"),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
 }
-NOT_PASSED_ON = ("trust_remote_code", "model_init_kwargs")
+REFUSED = {
+    "trust_remote_code": "is not passed on to the model here; leave it out",
+    "model_init_kwargs": "is not passed on to the model here; leave it out",
+    "cache_implementation": "is not passed on to the model here; leave it out",
+    "enable_jit_checkpoint": "would take the signals; SIGTERM writes a checkpoint here anyway",
+    "save_only_model": "leaves nothing to resume from; leave it out",
+    "push_to_hub": "would upload GRPO's part of the adapter only; upload the run's folder in the end (hf upload)",
+    "hub_token": "would stand in the run's files; set HF_TOKEN, or run `hf auth login`",
+}
 ATTENTION = (None, "eager", "sdpa")
 # What may differ when the result of a finished run is asked for again, and when a run is gone on with
 SHOWN_OTHERWISE = (
@@ -123,7 +132,8 @@ class ScriptArguments:
     test_maps: int = field(
         default=0,
         metadata={
-            "help": "Hold out so many of the CSV's maps, drawn at random, and judge on them; 0: on those trained on."
+            "help": "Hold out so many of the CSV's maps, drawn at random, and judge on them; 0: on those trained on, "
+            f"the first {MAPS_JUDGED}."
         },
     )
     test_map_seed: int = field(default=1, metadata={"help": "Of the draw of test maps."})
@@ -200,9 +210,9 @@ def check_arguments(training: GRPOConfig, model: ModelConfig, trains: bool) -> N
     if training.eval_strategy != "no":
         kind = training.eval_strategy.value
         raise InputError(f"--eval_strategy {kind}: evaluation is this script's, --evaluate_steps")
-    for name in NOT_PASSED_ON:
+    for name, reason in REFUSED.items():
         if getattr(training, name):
-            raise InputError(f"--{name} {getattr(training, name)}: is not passed on to the model here; leave it out")
+            raise InputError(f"--{name}: {reason}")
     if training.use_vllm and not is_vllm_available():
         raise InputError("--use_vllm true: needs the package vllm (pip install vllm), or leave it out")
     if trains and (training.n_gpu > 1 or training.world_size > 1):
@@ -251,8 +261,6 @@ def check_arguments(training: GRPOConfig, model: ModelConfig, trains: bool) -> N
 
 def prepare_output_dir(output_dir: Path, resume: str | None) -> Path | None:
     """Refuse a folder with another run in it; find the checkpoint to go on from (None: from the beginning)."""
-    if output_dir.exists() and not output_dir.is_dir():
-        raise InputError(f"--output_dir {output_dir}: is a file; name a folder")
     if resume is None:
         if (output_dir / CONFIG_FILE).exists() or any(output_dir.glob("checkpoint-*")):
             raise InputError(
@@ -274,14 +282,17 @@ def prepare_output_dir(output_dir: Path, resume: str | None) -> Path | None:
     return latest_checkpoint(output_dir)
 
 
-def has_ended(checkpoint: Path, max_steps: int, stop_when: str) -> bool:
+def has_ended(checkpoint: Path, training: GRPOConfig, stop_when: str) -> bool:
     """Whether a run had taken its last step, or had stopped by `stop_when`, when it wrote `checkpoint`."""
     state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
     diagnostics = state.stateful_callbacks.get(PolicyDiagnostics.__name__, {"attributes": {}})
-    last_step = max_steps if max_steps > 0 else state.max_steps
+    if training.max_steps > 0:
+        is_last = state.global_step >= training.max_steps
+    else:
+        is_last = state.global_step >= state.max_steps and state.num_train_epochs >= training.num_train_epochs
     kept = diagnostics["attributes"]
     has_stopped = kept.get("has_stopped", False) and kept.get("stop_when", stop_when) == stop_when
-    return state.global_step >= last_step or has_stopped
+    return is_last or has_stopped
 
 
 class StopOnSignal(TrainerCallback):
@@ -307,16 +318,13 @@ class StopOnSignal(TrainerCallback):
             control.should_training_stop = True
 
 
-DISK_ERRORS = ("No space left", "Disk quota exceeded", "Read-only file system", "PytorchStreamWriter failed writing")
-
-
 @contextmanager
 def disk_errors() -> Iterator[None]:
     """One line for a disk that refuses, whatever was being written; torch and safetensors wrap it in their errors."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:
-        if not any(words in str(error) for words in DISK_ERRORS):
+        if not any(words in str(error) for words in DISK_WORDS):
             raise
         raise InputError(f"the disk refuses ({error}); free space, then --resume_from_checkpoint auto") from error
 
@@ -417,6 +425,8 @@ def format_taught(
         report = json.loads(report_file.read_text())
     else:
         cells = list(zip(table["grid"], table["state"], strict=True))
+        if script.warm_start == "always" and has_begun:
+            raise InputError(f"{folder}: is gone, and the checkpoints stand on it; choose another --output_dir")
         if script.warm_start == "never" or has_begun:  # steps without a warm start: none was needed
             return model, {"steps": 0}
         if script.warm_start == "auto":
@@ -464,6 +474,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if trains and is_finished:
         print(f"{output_dir} holds a finished run:\n{(output_dir / 'result.txt').read_text()}", end="")
         return 0
+    if output_dir.exists() and not output_dir.is_dir():
+        raise InputError(f"--output_dir {output_dir}: is a file; name a folder")
+    with only_process_in(output_dir) if trains else nullcontext():
+        return train(script, training, model_config, config)
+
+
+def train(script: ScriptArguments, training: GRPOConfig, model_config: ModelConfig, config: str) -> int:
+    """Data, model, warm start, GRPO, evaluation, in `training.output_dir`; the exit code. `--check only`: the data."""
+    trains, output_dir = script.check != "only", Path(training.output_dir)
     resume = prepare_output_dir(output_dir, training.resume_from_checkpoint) if trains else None
     table = read_expert_csv(script.expert_csv)
     print(f"{script.expert_csv}: {table['count'].sum()} rows, {len(table)} states, {table['grid'].nunique()} maps")
@@ -490,7 +509,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     revision = model_config.model_revision
     if isinstance(model, PeftModel):
         revision = model.peft_config["default"].revision or "main"
-        adapters.append(Path(model_config.model_name_or_path))
+        adapters.append(Path(model_config.model_name_or_path).expanduser())
+        check_joinable(adapters[0], model.peft_config["default"])
         model = model.merge_and_unload()
     if quantization is None:
         model.to(training.device)
@@ -589,7 +609,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for callback in (diagnostics, stop, metrics):
         trainer.add_callback(callback)
     # Killed after the last step: the trainer would take one more
-    if resume and has_ended(resume, training.max_steps, script.stop_when):
+    if resume and has_ended(resume, training, script.stop_when):
         model.load_adapter(str(resume), adapter_name="default", is_trainable=True)
         trainer.state = TrainerState.load_from_json(str(resume / TRAINER_STATE_NAME))
         diagnostics.restore(trainer.state)
@@ -605,13 +625,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop.at_once = is_saved
     trained = trainer.accelerator.unwrap_model(trainer.model)
     trained.save_pretrained(output_dir / GRPO_FOLDER, selected_adapters=["default"])
+    trainer.forget_merged_weights()  # a GPU has to hold the model once more, to be judged
     base = load_model(  # the plain one: in `trained` the warm start is merged
         trained.peft_config["default"].base_model_name_or_path,
         dtype=model_config.dtype or "bfloat16",
         attn_implementation=model_config.attn_implementation,
         revision=revision,
     )
-    join_adapters(base.to(training.device), [*adapters, output_dir / GRPO_FOLDER]).save_pretrained(output_dir)
+    join_adapters(base, [*adapters, output_dir / GRPO_FOLDER]).save_pretrained(output_dir)
     tokenizer.save_pretrained(output_dir)
     # Judged is what a user loads: PEFT loads an adapter in float32, in memory it has the model's dtype.
     trained = load_model(

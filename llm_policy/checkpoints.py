@@ -11,7 +11,11 @@ from safetensors import SafetensorError
 from llm_policy.errors import InputError
 
 COMPLETE_MARK = "COMPLETE"
-DISK_WORDS = ("PytorchStreamWriter failed writing", "inline_container.cc")  # in torch's RuntimeErrors
+# What a disk that refuses says, through torch and safetensors, too
+DISK_WORDS = (
+    "No space left", "Disk quota exceeded", "Read-only file system", "PytorchStreamWriter failed writing",
+    "inline_container.cc",
+)  # fmt: skip
 
 
 @contextmanager

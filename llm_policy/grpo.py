@@ -146,6 +146,10 @@ class PolicyTrainer(GRPOTrainer):
             sampled = sample_completions(model, unique, self.generation_config, num_generations, guesses=guessed)
         return sampled, None
 
+    def forget_merged_weights(self) -> None:
+        """Free the copy that sampling makes; the next sampling makes it again."""
+        self._merged_copy = None
+
     def _calculate_rewards(self, *arguments, **keywords):
         rewards_BF = super()._calculate_rewards(*arguments, **keywords).double()
         reward_B = (rewards_BF * self.reward_weights.to(rewards_BF)).nansum(1)

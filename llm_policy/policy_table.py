@@ -106,7 +106,6 @@ class PolicyReader:
     is_slippery: bool
     observation: str = "coordinates"
     max_completion_tokens: int = 64
-    temperature: float = 1.0
     rows_per_batch: int = 256
 
     def prompt(self, grid: Grid, state: int) -> list[int]:
@@ -126,7 +125,7 @@ class PolicyReader:
         config = GenerationConfig(
             max_new_tokens=self.max_completion_tokens,
             do_sample=samples > 0,
-            temperature=self.temperature if samples else None,
+            temperature=1.0 if samples else None,
             top_k=0 if samples else None,
             pad_token_id=self.tokenizer.pad_token_id,
             eos_token_id=sorted({*ends, self.tokenizer.eos_token_id}),
@@ -146,7 +145,7 @@ class PolicyReader:
         """The model's policy on every map.
 
         Args:
-            samples: completions per state at `temperature`; 0 asks once, greedily.
+            samples: completions per state at temperature 1; 0 asks once, greedily.
 
         A completion that names no action counts as a uniformly random one: the agent has to move somehow. How many
         there were stands in the format validity, which every score shows beside it.

@@ -5,7 +5,8 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields
 from enum import Enum
 from importlib.metadata import version
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from filelock import FileLock, Timeout
 from trl import TrlParser
 
 from llm_policy.errors import InputError
@@ -86,6 +88,28 @@ def write_whole(path: Path, text: str) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(text)
     partial.replace(path)
+
+
+@contextmanager
+def only_process_in(output_dir: Path) -> Iterator[None]:
+    """`InputError` where another process is at work in `output_dir`; a kill frees it. Left empty it is removed."""
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(output_dir / ".lock")
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise InputError(
+            f"--output_dir {output_dir}: another process is at work there; wait for it, stop it, or name another folder"
+        ) from error
+    except OSError as error:
+        raise InputError(f"--output_dir {output_dir}: cannot be written ({error}); name another folder") from error
+    try:
+        yield
+    finally:
+        lock.release()
+        (output_dir / ".lock").unlink(missing_ok=True)
+        with suppress(OSError):  # not empty
+            output_dir.rmdir()
 
 
 def check_same_run(output_dir: Path, groups: Sequence, may_differ: Collection[str]) -> None:

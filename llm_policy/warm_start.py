@@ -9,12 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl.trainer.utils import add_fused_lm_head
 
 from llm_policy.completions import parse_completion
+from llm_policy.errors import InputError
 from llm_policy.frozen_lake import ACTIONS, Grid
 from llm_policy.packing import pack_groups, packed_log_probabilities
 from llm_policy.policy_table import PolicyReader
@@ -22,6 +23,7 @@ from prompts import format_example
 
 SAMPLED_PROMPTS = 32  # for the estimate of the format validity
 CHECK_EVERY_STEPS = 5
+UNJOINABLE = ("use_dora", "modules_to_save", "target_parameters", "layers_to_transform")  # of PEFT's LoraConfig
 PROMPTS_PER_PASS = 3  # a bound on memory; two cores are as fast with 3 as with 11
 
 
@@ -101,6 +103,17 @@ def teach_format(
         progress.close()
         vars(base_model).pop("forward", None)  # the fused head closes over settings of this stage only
     return report
+
+
+def check_joinable(folder: Path, config: PeftConfig) -> None:
+    """`InputError` for an adapter that `join_adapters` could not put together with another one."""
+    odd = [name for name in UNJOINABLE if getattr(config, name, None)]
+    if not isinstance(config, LoraConfig) or odd or isinstance(config.target_modules, str):
+        kind = odd[0] if odd else "target_modules as a pattern" if isinstance(config, LoraConfig) else config.peft_type
+        raise InputError(
+            f"{folder}: an adapter with {kind} cannot be trained further here, for it is joined with the new one in "
+            "the end; merge it into its model (PEFT's merge_and_unload) and start from that"
+        )
 
 
 def join_adapters(base_model: PreTrainedModel, folders: Sequence[Path]) -> PeftModel:

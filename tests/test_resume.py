@@ -8,6 +8,7 @@ import errno
 import gc
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,6 +43,11 @@ SETTINGS = {
     "reused": ("--max_steps", 4, "--save_steps", 2, "--num_iterations", 2, "--evaluate_steps", 0),
     # Stops by itself at step 2: `pretend_optimal` says that it is there
     "stopped": ("--max_steps", 6, "--save_steps", 1, "--evaluate_steps", 1, "--stop_when", "optimal"),
+    # The warm start only where it is needed, as the configurations have it: here it is
+    "auto": (
+        *("--max_steps", 2, "--save_steps", 1, "--evaluate_steps", 0),
+        *("--warm_start", "auto", "--warm_start_threshold", 1),
+    ),
     # TRL's own pass with a reference model and a rate that falls
     "stock": (
         *("--max_steps", 2, "--save_steps", 1, "--objective", "grpo", "--packed", "false", "--beta", 0.1),
@@ -215,6 +221,9 @@ KILLS = [
     # After the run has stopped by itself: it must not go on to learn
     ("stopped", 1, killed_at_step(2 + 2)),
     ("stopped", 2, at_call(train_script, "evaluate_policies", 1, lambda *_: kill())),
+    ("auto", None, killed_at_step(2)),
+    ("auto", None, killed_at_step(2 + 1)),
+    ("auto", 1, killed_at_step(2 + 2)),
     ("stock", 1, killed_at_step(2 + 2)),
 ]
 
@@ -377,7 +386,7 @@ def test_disk_full(checkpoint, sabotage, never_interrupted, answering_llama, tmp
     assert "Traceback" not in text
     (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
     assert "--resume_from_checkpoint auto" in line
-    assert any(words in line for words in train_script.DISK_ERRORS)
+    assert any(words in line for words in train_script.DISK_WORDS)
     whole = train_script.latest_checkpoint(out)
     assert (whole and whole.name) == (checkpoint and f"checkpoint-{checkpoint}")
     assert run([*arguments, "--resume_from_checkpoint", "auto"], log) == 0, log.read_text()
@@ -388,6 +397,7 @@ def test_a_killed_run_is_not_overwritten_by_chance(answering_llama, tmp_path):
     out, log = tmp_path / "out", tmp_path / "plain.log"
     arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["plain"])
     assert run(arguments, log, killed_at_step(2 + 3)) == KILLED
+    (out / ".lock").unlink()  # the kill left it, and freed it
     files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert run(arguments, log) == EXIT_INPUT_ERROR
     assert "holds another run" in log.read_text()
@@ -402,3 +412,12 @@ def test_different_seeds_end_differently(never_interrupted, answering_llama, tmp
         assert_same_end(out, never_interrupted("plain"))
     rewards = [json.dumps(line["reward"]) for line in metrics_of(never_interrupted("plain"))]
     assert len(set(rewards)) > 1
+
+
+def test_checkpoints_without_the_warm_start_that_they_stand_on(answering_llama, tmp_path):
+    out, log = tmp_path / "out", tmp_path / "plain.log"
+    arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["plain"])
+    assert run(arguments, log, killed_at_step(2 + 3)) == KILLED
+    shutil.rmtree(out / "warm_start")
+    assert run([*arguments, "--resume_from_checkpoint", "auto"], log) == EXIT_INPUT_ERROR
+    assert f"{out / 'warm_start'}: is gone, and the checkpoints stand on it" in log.read_text()

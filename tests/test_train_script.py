@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from peft import PeftModel
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -26,7 +26,7 @@ from llm_policy.errors import InputError, run_script
 from llm_policy.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
 from llm_policy.mdp import optimal_actions
 from llm_policy.models import ROOT, load_model, load_tokenizer
-from llm_policy.run_files import resolved_config
+from llm_policy.run_files import only_process_in, resolved_config
 from prompts import prompt_token_ids
 from train_script import (
     GRPO_FOLDER,
@@ -293,6 +293,30 @@ def test_an_adapter_can_be_trained_further(answering_llama, tmp_path):
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), "with modules_to_save cannot"),
+        (LoraConfig(target_modules=["q_proj"], layers_to_transform=[0]), "with layers_to_transform cannot"),
+        (LoraConfig(target_modules=r".*q_proj"), "with target_modules as a pattern cannot"),
+        (LoraConfig(target_modules=["q_proj"], use_dora=True), "with use_dora cannot"),
+        (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "with PeftType.IA3 cannot"),
+    ],
+)
+def test_an_adapter_that_cannot_be_joined_is_refused_before_it_is_trained(config, words, answering_llama, tmp_path):
+    get_peft_model(load_model(answering_llama), config).save_pretrained(tmp_path / "odd")
+    with pytest.raises(InputError, match=f"{tmp_path / 'odd'}: an adapter {words}"):
+        main(small_run(tmp_path / "odd", tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_processes_in_one_folder(answering_llama, tmp_path):
+    arguments = small_run(answering_llama, tmp_path / "out", "--resume_from_checkpoint", "auto")
+    with only_process_in(tmp_path / "out"), pytest.raises(InputError, match="out: another process is at work there"):
+        main(arguments)
+    assert not (tmp_path / "out").exists()
+
+
 def test_flags_arrive_and_what_is_trained_is_what_is_judged(answering_llama, tmp_path, monkeypatch):
     class Made(Exception):
         """The run ends where the trainer would be made."""
@@ -512,7 +536,12 @@ BAD_INPUT = [
     (["--gradient_accumulation_steps", "0"], "--gradient_accumulation_steps 0: expected an integer of at least 1"),
     (["--max_completion_length", "0"], "--max_completion_length 0: expected an integer of at least 1"),
     (["--eval_strategy", "steps", "--eval_steps", "5"], "--eval_strategy steps: evaluation is this script's"),
-    (["--trust_remote_code", "true"], "--trust_remote_code True: is not passed on"),
+    (["--trust_remote_code", "true"], "--trust_remote_code: is not passed on"),
+    (["--cache_implementation", "static"], "--cache_implementation: is not passed on"),
+    (["--enable_jit_checkpoint", "true"], "--enable_jit_checkpoint: would take the signals"),
+    (["--save_only_model", "true"], "--save_only_model: leaves nothing to resume from"),
+    (["--push_to_hub", "true"], "--push_to_hub: would upload GRPO's part"),
+    (["--hub_token", "hf_x"], "--hub_token: would stand in the run's files"),
     (["--attn_implementation", "flash_attention_2"], "--attn_implementation flash_attention_2"),
     (["--multi_objective_aggregation", "foo"], "--multi_objective_aggregation 'foo': expected one of"),
     (["--use_vllm", "true"], "--use_vllm true: needs the package vllm"),
