@@ -32,7 +32,8 @@ CURVES = {  # what the first figure shows
     "ablation_from_original_learning_rate": "the original with this objective and learning rate",
     "original_reproduced": "the original, reproduced",
 }
-MAPS = "random_maps"  # folders of runs on many maps, judged on maps never seen: the second figure
+MAPS = "random_maps"  # folders of runs on many maps, judged on maps never seen
+MAP_CURVES = {False: "random_maps_dry.png", True: "random_maps_slippery.png"}  # their figures, by is_slippery
 OBSERVATIONS, OBSERVED = "observation_", "random_maps_dry"  # folders with another observation, and what they change
 
 
@@ -53,6 +54,7 @@ def seeds_of(folder: Path) -> list[dict]:
                     "is_slippery": evaluation["is_slippery"],
                     "maps": evaluation.get("maps"),
                     "command": shlex.split((folder / "command.txt").read_text()),
+                    "observation": json.loads((seed / "run.json").read_text())["observation"],
                     "policies": {policy["policy"]: policy for policy in evaluation["policies"]},
                     "metrics": [json.loads(line) for line in (seed / "metrics.jsonl").read_text().splitlines()],
                     "verdict": _verdict(seed / "result.txt"),
@@ -145,10 +147,10 @@ def maps_table(results: dict[str, list[dict]]) -> str:
     """One row a result: policies on maps never seen in training, in percent of the optimum of the same maps."""
     others = ("untrained, greedy", "shortest path", "best constant action", "uniform random")
     lines = [
-        f"| result | trained, percent of optimal | {' | '.join(others)} | success of the optimum "
+        f"| result | observation | trained, percent of optimal | {' | '.join(others)} | success of the optimum "
         f"| optimal states a map | of those where only {', '.join(ACTIONS)} is best "
         "| first wrong step of the maps lost | steps | minutes |",
-        "|" + "---|" * (8 + len(others)),
+        "|" + "---|" * (9 + len(others)),
     ]
     for name, seeds in results.items():
         trained = [s["policies"]["trained, greedy"] for s in seeds]
@@ -157,7 +159,8 @@ def maps_table(results: dict[str, list[dict]]) -> str:
         steps = ", ".join(str(s["metrics"][-1]["step"]) for s in seeds)
         minutes = ", ".join(f"{s['minutes']:.0f}" for s in seeds)
         lines.append(
-            f"| [{name}](results/{name}) | {_values(trained, 'percent_of_optimal', 1)} | {' | '.join(percents)} "
+            f"| [{name}](results/{name}) | {seeds[0]['observation']} | {_values(trained, 'percent_of_optimal', 1)} "
+            f"| {' | '.join(percents)} "
             f"| {np.mean([row['optimal_success'] for row in trained]):.4f} "
             f"| {states} of {trained[0]['acting_states']:.1f} | {_right_by_action(seeds)} "
             f"| {_first_wrong_steps(seeds)} | {steps} | {minutes} |"
@@ -397,8 +400,9 @@ def main() -> int:
     readme.write_text(new)
     shown = {label: results[name] for name, label in CURVES.items() if name in results}
     write_curves(shown, RESULTS / "learning_curves.png")
-    shown = {name.replace("_", " "): seeds for name, seeds in maps.items()}
-    write_curves(shown, RESULTS / "random_maps.png", "percent_of_optimal", "percent of optimal, maps never seen")
+    for is_slippery, file in MAP_CURVES.items():
+        shown = {n.replace("_", " "): seeds for n, seeds in maps.items() if seeds[0]["is_slippery"] == is_slippery}
+        write_curves(shown, RESULTS / file, "percent_of_optimal", "percent of optimal")
     print(f"README.md written from {len(results)} results")
     return 0
 

@@ -64,14 +64,17 @@ def curves_figure(
         curves: label -> x and y values of each seed; seeds share a colour.
         lines: label -> y value.
     """
-    figure = Figure(figsize=(7.0, 4.0), layout="constrained")
+    figure = Figure(figsize=(7.0, 4.0 + 0.2 * len(curves)), layout="constrained")
     axes = figure.subplots()
     for number, (label, seeds) in enumerate(curves.items()):
         for i, (x, y) in enumerate(seeds):
             axes.plot(x, y, f"C{number}", marker="o", markersize=3, linewidth=1.5, label=None if i else label)
-    for i, (label, value) in enumerate(lines.items()):
+    values = [v for seeds in curves.values() for _, y in seeds for v in y] + list(lines.values())
+    lowest_label = -np.inf
+    for i, (label, value) in enumerate(sorted(lines.items(), key=lambda line: line[1])):
         axes.axhline(value, linestyle="--", linewidth=1.0, color=f"{0.25 + 0.15 * (i % 4)}")
-        axes.text(1.0, value, f" {label}", va="center", fontsize=8, transform=axes.get_yaxis_transform())
+        lowest_label = max(value, lowest_label + 0.06 * np.ptp(values))  # no label on another
+        axes.text(1.0, lowest_label, f" {label}", va="center", fontsize=8, transform=axes.get_yaxis_transform())
     axes.set(xlabel=x_label, ylabel=y_label)
     axes.spines[["top", "right"]].set_visible(False)
     if len(curves) > 1:

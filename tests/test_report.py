@@ -27,6 +27,7 @@ def write_seed(folder, success: float, is_slippery: bool = True) -> None:
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
     (folder / "result.txt").write_text(f"a table\nverdict: says {success} (warm start 5 steps, GRPO 30)\n")
     (folder / "minutes.txt").write_text("4.25\n")
+    (folder / "run.json").write_text('{"observation": "spaced"}')
     if not (folder.parent / "command.txt").exists():
         (folder.parent / "command.txt").write_text(f"python results/run.py --name {folder.parent.name}\n")
 
@@ -93,8 +94,8 @@ def test_maps_table(results):
         others = (("untrained, greedy", 0.01), ("shortest path", 0.2), ("best constant action (LEFT)", 0.1))
         evaluation["policies"] += [policy(name, value, 1) for name, value in others]
         (folder / "evaluation.json").write_text(json.dumps(evaluation))
-    row = "| [random_maps_dry](results/random_maps_dry) | **60.0** (50.0, 70.0) | 1.0 | 20.0 | 10.0 | 1.4 | 0.8235 "
-    row += "| 9.0, 9.0 of 11.0 | {} | {} | 2, 2 | 4, 4 |"
+    row = "| [random_maps_dry](results/random_maps_dry) | spaced | **60.0** (50.0, 70.0) | 1.0 | 20.0 | 10.0 | 1.4 "
+    row += "| 0.8235 | 9.0, 9.0 of 11.0 | {} | {} | 2, 2 | 4, 4 |"
 
     def rows() -> list[str]:
         return report.maps_table({"random_maps_dry": report.training_results()["random_maps_dry"]}).splitlines()[2:]
