@@ -259,14 +259,20 @@ def check_arguments(training: GRPOConfig, model: ModelConfig, trains: bool) -> N
 # Run folder ------------------------------------------------------------------------------------------------------
 
 
-def prepare_output_dir(output_dir: Path, resume: str | None) -> Path | None:
-    """Refuse a folder with another run in it; find the checkpoint to go on from (None: from the beginning)."""
+def check_output_dir(output_dir: Path, resume: str | None) -> None:
+    """`InputError` for a file, and for a folder with a run in it that is not to be gone on with."""
+    if output_dir.exists() and not output_dir.is_dir():
+        raise InputError(f"--output_dir {output_dir}: is a file; name a folder")
+    if resume is None and ((output_dir / CONFIG_FILE).exists() or any(output_dir.glob("checkpoint-*"))):
+        raise InputError(
+            f"--output_dir {output_dir}: holds another run; choose another folder, delete it, "
+            "or go on with --resume_from_checkpoint auto"
+        )
+
+
+def checkpoint_to_go_on_from(output_dir: Path, resume: str | None) -> Path | None:
+    """What `resume` names, or the latest complete one; None: from the beginning."""
     if resume is None:
-        if (output_dir / CONFIG_FILE).exists() or any(output_dir.glob("checkpoint-*")):
-            raise InputError(
-                f"--output_dir {output_dir}: holds another run; choose another folder, delete it, "
-                "or go on with --resume_from_checkpoint auto"
-            )
         return None
     if resume != "auto":
         checkpoint = Path(resume)
@@ -474,8 +480,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if trains and is_finished:
         print(f"{output_dir} holds a finished run:\n{(output_dir / 'result.txt').read_text()}", end="")
         return 0
-    if output_dir.exists() and not output_dir.is_dir():
-        raise InputError(f"--output_dir {output_dir}: is a file; name a folder")
+    if trains:
+        check_output_dir(output_dir, training.resume_from_checkpoint)
     with only_process_in(output_dir) if trains else nullcontext():
         return train(script, training, model_config, config)
 
@@ -483,7 +489,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(script: ScriptArguments, training: GRPOConfig, model_config: ModelConfig, config: str) -> int:
     """Data, model, warm start, GRPO, evaluation, in `training.output_dir`; the exit code. `--check only`: the data."""
     trains, output_dir = script.check != "only", Path(training.output_dir)
-    resume = prepare_output_dir(output_dir, training.resume_from_checkpoint) if trains else None
+    resume = checkpoint_to_go_on_from(output_dir, training.resume_from_checkpoint) if trains else None
     table = read_expert_csv(script.expert_csv)
     print(f"{script.expert_csv}: {table['count'].sum()} rows, {len(table)} states, {table['grid'].nunique()} maps")
     table, grids = held_out(table, script)
