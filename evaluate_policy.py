@@ -231,7 +231,8 @@ def save_evaluation(
     one of a model, on five of them, from its worst map to its best.
     """
     content = {"maps": ["|".join(grid) for grid in grids], "is_slippery": is_slippery}
-    content["policies"] = [policy.as_dict() for policy in evaluated]
+    rows = ",\n".join(json.dumps(policy.as_dict()) for policy in evaluated)  # one policy a line: maps may be hundreds
+    text = f'{json.dumps(content)[:-1]}, "policies": [\n{rows}\n]}}\n'
     if len(grids) == 1:
         shown = [(p, 0, f"{p.name}\nsuccess {p.scores[0].success_probability:.3f}") for p in evaluated]
         shown = [shown[0], *shown[3:]][:5]
@@ -248,7 +249,7 @@ def save_evaluation(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(folder / "policy.png", dpi=120)
-        write_whole(folder / EVALUATION_FILE, json.dumps(content, indent=1) + "\n")
+        write_whole(folder / EVALUATION_FILE, text)
     except OSError as error:
         raise InputError(
             f"--output_dir {folder}: cannot be written ({error}); make room, or name another folder"
@@ -338,8 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_baseline(name):
             tables[name] = [baseline_table(name, grid, is_slippery, arguments.seed) for grid in grids]
             continue
-        place, settings = Path(name).expanduser().resolve(), runs[name]
-        folder = place.parent
+        folder, settings = Path(name).expanduser().resolve().parent, runs[name]
         if not settings and ((folder / "warm_start").is_dir() or run_settings(folder).get("on_adapter")):
             raise InputError(f"--policies {name}: trained on top of an adapter; judge the run's folder, {folder}")
         tokenizer = load_tokenizer(name)

@@ -54,9 +54,9 @@ def policy_verdict(policies_SA: Sequence[np.ndarray], grids: Sequence[Grid], sco
     percent = float(np.mean([s.percent_of_optimal for s in scores]))
     summary = f"{right}/{states} states, {percent:.0f} % of optimal"
     readable = int(chooses_N.sum())
-    if not chooses_N.any():
+    if not readable:
         return f"uniformly random in every state ({summary})"
-    if not chooses_N.all():
+    if readable < states:
         summary += f", {states - readable} without readable answer"
     if percent >= OPTIMAL_PERCENT:
         return f"learned: {summary}"

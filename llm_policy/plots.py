@@ -70,11 +70,11 @@ def curves_figure(
         for i, (x, y) in enumerate(seeds):
             axes.plot(x, y, f"C{number}", marker="o", markersize=3, linewidth=1.5, label=None if i else label)
     values = [v for seeds in curves.values() for _, y in seeds for v in y] + list(lines.values())
-    lowest_label = -np.inf
+    label_height = -np.inf
     for i, (label, value) in enumerate(sorted(lines.items(), key=lambda line: line[1])):
         axes.axhline(value, linestyle="--", linewidth=1.0, color=f"{0.25 + 0.15 * (i % 4)}")
-        lowest_label = max(value, lowest_label + 0.06 * np.ptp(values))  # no label on another
-        axes.text(1.0, lowest_label, f" {label}", va="center", fontsize=8, transform=axes.get_yaxis_transform())
+        label_height = max(value, label_height + 0.06 * np.ptp(values))  # no label on another
+        axes.text(1.0, label_height, f" {label}", va="center", fontsize=8, transform=axes.get_yaxis_transform())
     axes.set(xlabel=x_label, ylabel=y_label)
     axes.spines[["top", "right"]].set_visible(False)
     if len(curves) > 1:

@@ -196,3 +196,10 @@ def test_a_section_is_replaced_and_nothing_else():
 def test_the_readme_is_what_results_say(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["report.py", "--check"])
     assert report.main() == 0, capsys.readouterr().out
+
+
+def test_no_label_of_a_line_stands_on_another():
+    lines = {"optimal": 100.0, "uniform random": 2.5, "best constant action": 0.0}
+    axes = report.curves_figure({"ours": [([1.0, 2.0], [0.0, 90.0])]}, lines, "minutes", "percent").axes[0]
+    heights = {text.get_text().strip(): text.get_position()[1] for text in axes.texts}
+    assert heights == pytest.approx({"best constant action": 0.0, "uniform random": 6.0, "optimal": 100.0})
