@@ -313,3 +313,18 @@ def test_bad_input_is_one_line(arguments, message, places, monkeypatch, capsys):
     assert message.format(tmp=places) in lines[0]
     assert sorted(places.rglob("*")) == before
     assert (places / "file.txt").read_text() == "kept"
+
+
+def test_half_of_a_policy_is_not_judged_but_the_run_is_from_within(tmp_path, monkeypatch):
+    """GRPO's part of the adapter stands on the warm start; the run's folder holds both, joined."""
+    run = tmp_path / "run"
+    for part in ("warm_start", "grpo"):
+        (run / part).mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"maps": ["SFG"], "is_slippery": False}))
+    with pytest.raises(InputError, match=f"trained on top of an adapter; judge the run's folder, {run}"):
+        main(["--policies", str(run / "grpo")])
+    monkeypatch.chdir(run)
+    with pytest.raises(
+        InputError, match=r"has no config\.json or adapter_config\.json"
+    ):  # refused as what it is, not as half
+        main(["--policies", "."])
