@@ -414,6 +414,50 @@ def build_dataset(table, prompts: list[Messages], training: GRPOConfig, balanced
     return Dataset.from_list(rows)
 
 
+def model_to_train(training: GRPOConfig, model_config: ModelConfig) -> tuple[PreTrainedModel, LoraConfig, list[Path]]:
+    """The model, the LoRA that is to be trained on it, and the adapter folders that are merged into the model.
+
+    There is one such folder where `--model_name_or_path` is an adapter, else none.
+    """
+    quantization = get_quantization_config(model_config)
+    on_gpu = training.device.type == "cuda"
+    model = load_model(
+        model_config.model_name_or_path,
+        dtype=model_config.dtype or "bfloat16",
+        attn_implementation=model_config.attn_implementation,
+        quantization_config=quantization,
+        device_map={"": training.device.index or 0} if quantization is not None and on_gpu else None,
+        revision=model_config.model_revision,
+    )
+    adapters, revision = [], model_config.model_revision
+    if isinstance(model, PeftModel):
+        revision = model.peft_config["default"].revision or "main"
+        adapters = [Path(model_config.model_name_or_path).expanduser()]
+        check_joinable(adapters[0], model.peft_config["default"])
+        model = model.merge_and_unload()
+    if quantization is None:
+        model.to(training.device)
+    lora = get_peft_config(model_config)
+    lora.revision = None if revision == "main" else revision  # saved with the adapter, for whoever loads its base
+    try:
+        model = get_peft_model(model, lora).unload()  # a mistake in the names shows before anything is written
+    except ValueError as error:
+        raise InputError(f"--lora_target_modules {model_config.lora_target_modules}: {error}") from error
+    return model, lora, adapters
+
+
+def untrained_policies(
+    model: PreTrainedModel, reader: PolicyReader, grids: list[Grid], file: Path
+) -> tuple[dict, dict]:
+    """As `model_policies`; kept in `file`, so that a resumed run shows the same row."""
+    if not file.exists():
+        print("judging the untrained model")
+        tables, validities = model_policies(model, reader, grids, "untrained", 0)
+        write_whole(file, json.dumps([{k: [t.tolist() for t in v] for k, v in tables.items()}, validities]))
+    tables, validities = json.loads(file.read_text())
+    return {name: [np.array(table) for table in rows] for name, rows in tables.items()}, validities
+
+
 def format_taught(
     model: PreTrainedModel, lora: LoraConfig, tokenizer, reader: PolicyReader, table, script: ScriptArguments,
     training: GRPOConfig, stop: StopOnSignal, has_begun: bool,
@@ -462,6 +506,61 @@ def format_taught(
     return PeftModel.from_pretrained(model, folder).merge_and_unload(), report
 
 
+def policy_trainer(
+    model: PeftModel, dataset: Dataset, reader: PolicyReader, scale: AdvantageReward, script: ScriptArguments,
+    training: GRPOConfig,
+) -> tuple[PolicyTrainer, dict[str, float]]:  # fmt: skip
+    """The trainer with its rewards; what the best constant, the uniform and the optimal policy earn, for the chart."""
+    functions = reward_functions(scale)
+    if training.reward_weights is None:
+        training.reward_weights = [1.0] + [0.0] * (len(functions) - 1)  # the components are logged, the mean is learnt
+
+    def action_rewards(rows: list[dict]) -> np.ndarray:
+        return well_formed_rewards([row["q_values"] for row in rows], scale, training.reward_weights)
+
+    rewards_PA = action_rewards(dataset.select_columns("q_values").to_list())
+    constant_action = int(rewards_PA.mean(axis=0).argmax())
+    lines = {
+        f"reward/always {ACTIONS[constant_action]}": float(rewards_PA[:, constant_action].mean()),
+        "reward/uniform policy": float(rewards_PA.mean()),
+        "reward/optimal policy": float(rewards_PA.max(axis=1).mean()),
+    }
+    trainer = PolicyTrainer(
+        model,
+        functions,
+        training,
+        train_dataset=dataset,
+        processing_class=reader.tokenizer,
+        objective=script.objective,
+        packed=script.packed,
+        merged_sampling=script.merged_sampling,
+        action_names=ACTIONS,
+        action_rewards=action_rewards,
+        action_entropy_coef=script.action_entropy_coef,
+        guesses=lambda rows: [reader.guess(tuple(row["map"].split("|")), row["state"]) for row in rows],
+    )
+    return trainer, lines
+
+
+def saved_policy(
+    trainer: PolicyTrainer, tokenizer, adapters: Sequence[Path], model_config: ModelConfig
+) -> PreTrainedModel:
+    """What was trained, saved as one adapter on the plain base model, and loaded from there.
+
+    Judged is what a user loads: PEFT loads an adapter in float32, in memory it has the model's dtype.
+    """
+    output_dir = Path(trainer.args.output_dir)
+    trained = trainer.accelerator.unwrap_model(trainer.model)
+    trained.save_pretrained(output_dir / GRPO_FOLDER, selected_adapters=["default"])
+    trainer.forget_merged_weights()  # a GPU has to hold the model once more, to be judged
+    loading = {"dtype": model_config.dtype or "bfloat16", "attn_implementation": model_config.attn_implementation}
+    lora = trained.peft_config["default"]
+    base = load_model(lora.base_model_name_or_path, revision=lora.revision or "main", **loading)  # no warm start in it
+    join_adapters(base, [*adapters, output_dir / GRPO_FOLDER]).save_pretrained(output_dir)
+    tokenizer.save_pretrained(output_dir)
+    return load_model(output_dir, **loading).to(trainer.args.device)
+
+
 @disk_errors()
 def main(argv: Sequence[str] | None = None) -> int:
     script, training, model_config, config = parse_arguments(sys.argv[1:] if argv is None else argv)
@@ -500,32 +599,7 @@ def train(script: ScriptArguments, training: GRPOConfig, model_config: ModelConf
     stop = StopOnSignal(max(1, steps_per_batch))
     set_seed(training.seed)
     tokenizer = load_tokenizer(model_config.model_name_or_path, revision=model_config.model_revision)
-    quantization = get_quantization_config(model_config)
-    model = load_model(
-        model_config.model_name_or_path,
-        dtype=model_config.dtype or "bfloat16",
-        attn_implementation=model_config.attn_implementation,
-        quantization_config=quantization,
-        device_map={"": training.device.index or 0}
-        if quantization is not None and training.device.type == "cuda"
-        else None,
-        revision=model_config.model_revision,
-    )
-    adapters: list[Path] = []  # what the trained policy is made of, on top of the plain base model
-    revision = model_config.model_revision
-    if isinstance(model, PeftModel):
-        revision = model.peft_config["default"].revision or "main"
-        adapters.append(Path(model_config.model_name_or_path).expanduser())
-        check_joinable(adapters[0], model.peft_config["default"])
-        model = model.merge_and_unload()
-    if quantization is None:
-        model.to(training.device)
-    lora = get_peft_config(model_config)
-    lora.revision = None if revision == "main" else revision  # saved with the adapter, for whoever loads its base
-    try:
-        model = get_peft_model(model, lora).unload()  # a mistake in the names shows before anything is written
-    except ValueError as error:
-        raise InputError(f"--lora_target_modules {model_config.lora_target_modules}: {error}") from error
+    model, lora, adapters = model_to_train(training, model_config)
     context_tokens = model.config.get_text_config().max_position_embeddings
     scale = AdvantageReward(script.reward_shape, script.optimal_bonus, script.cap_bonus)
     prompts = [
@@ -557,13 +631,9 @@ def train(script: ScriptArguments, training: GRPOConfig, model_config: ModelConf
     on_gpu = training.device.type == "cuda"
     write_run_files(output_dir, groups, config, training.seed, settings, go_on, on_gpu)
 
-    untrained = output_dir / "untrained.json"  # judged once; a resumed run shows the same row
-    if not untrained.exists():
-        print("judging the untrained model")
-        stop.at_once = True
-        tables, validities = model_policies(model, reader, grids, "untrained", 0)
-        write_whole(untrained, json.dumps([{k: [t.tolist() for t in v] for k, v in tables.items()}, validities]))
-        stop.at_once = False
+    stop.at_once = True
+    tables, validities = untrained_policies(model, reader, grids, output_dir / "untrained.json")
+    stop.at_once = False
 
     model, warm_start = format_taught(model, lora, tokenizer, reader, table, script, training, stop, resume is not None)
     if stop.received:
@@ -574,40 +644,13 @@ def train(script: ScriptArguments, training: GRPOConfig, model_config: ModelConf
     if warm_start["steps"]:
         adapters.append(output_dir / WARM_START_FOLDER)
 
-    functions = reward_functions(scale)
-    if training.reward_weights is None:
-        training.reward_weights = [1.0] + [0.0] * (len(functions) - 1)  # the components are logged, the mean is learnt
-
-    def action_rewards(rows: list[dict]) -> np.ndarray:
-        return well_formed_rewards([row["q_values"] for row in rows], scale, training.reward_weights)
-
-    rewards_PA = action_rewards(dataset.select_columns("q_values").to_list())
-    constant_action = int(rewards_PA.mean(axis=0).argmax())
-    trainer = PolicyTrainer(
-        model,
-        functions,
-        training,
-        train_dataset=dataset,
-        processing_class=tokenizer,
-        objective=script.objective,
-        packed=script.packed,
-        merged_sampling=script.merged_sampling,
-        action_names=ACTIONS,
-        action_rewards=action_rewards,
-        action_entropy_coef=script.action_entropy_coef,
-        guesses=lambda rows: [reader.guess(tuple(row["map"].split("|")), row["state"]) for row in rows],
-    )
+    trainer, reward_lines = policy_trainer(model, dataset, reader, scale, script, training)
     first_cell, last_cell = [(table["grid"][row], table["state"][row]) for row in (0, len(table) - 1)]
     examples = [tokenizer.encode(format_example(*first_cell, a), add_special_tokens=False) for a in range(len(ACTIONS))]
     model.eval()  # under LoRA's dropout no two passes agree
     trainer.check_against_stock([reader.prompt(*first_cell), reader.prompt(*last_cell)], examples)
-    lines = {
-        f"reward/always {ACTIONS[constant_action]}": float(rewards_PA[:, constant_action].mean()),
-        "reward/uniform policy": float(rewards_PA.mean()),
-        "reward/optimal policy": float(rewards_PA.max(axis=1).mean()),
-    }
     diagnostics = PolicyDiagnostics(
-        trainer, reader, grids[:MAPS_JUDGED], script.evaluate_steps, script.stop_when, lines
+        trainer, reader, grids[:MAPS_JUDGED], script.evaluate_steps, script.stop_when, reward_lines
     )
     for unwanted in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(unwanted)
@@ -629,32 +672,17 @@ def train(script: ScriptArguments, training: GRPOConfig, model_config: ModelConf
         return EXIT_INTERRUPTED
 
     stop.at_once = is_saved
-    trained = trainer.accelerator.unwrap_model(trainer.model)
-    trained.save_pretrained(output_dir / GRPO_FOLDER, selected_adapters=["default"])
-    trainer.forget_merged_weights()  # a GPU has to hold the model once more, to be judged
-    base = load_model(  # the plain one: in `trained` the warm start is merged
-        trained.peft_config["default"].base_model_name_or_path,
-        dtype=model_config.dtype or "bfloat16",
-        attn_implementation=model_config.attn_implementation,
-        revision=revision,
-    )
-    join_adapters(base, [*adapters, output_dir / GRPO_FOLDER]).save_pretrained(output_dir)
-    tokenizer.save_pretrained(output_dir)
-    # Judged is what a user loads: PEFT loads an adapter in float32, in memory it has the model's dtype.
-    trained = load_model(
-        output_dir, dtype=model_config.dtype or "bfloat16", attn_implementation=model_config.attn_implementation
-    ).to(training.device)
+    trained = saved_policy(trainer, tokenizer, adapters, model_config)
     set_seed(training.seed)  # the same samples, resumed or not
-    tables, validities = model_policies(trained, reader, grids, "trained", script.samples_per_state)
-    untrained_tables, untrained_validities = json.loads(untrained.read_text())
-    untrained_tables = {name: [np.array(t) for t in rows] for name, rows in untrained_tables.items()}
+    trained_tables, trained_validities = model_policies(trained, reader, grids, "trained", script.samples_per_state)
+    tables |= trained_tables
     if script.test_maps:
         tables["shortest path"] = [shortest_path_policy(grid) for grid in grids]
     evaluated = evaluate_policies(
-        untrained_tables | tables,
+        tables,
         grids,
         script.is_slippery,
-        validities=untrained_validities | validities,
+        validities=validities | trained_validities,
         episodes=script.episodes,
         seed=training.seed,
     )
