@@ -542,9 +542,7 @@ def policy_trainer(
     return trainer, lines
 
 
-def saved_policy(
-    trainer: PolicyTrainer, tokenizer, adapters: Sequence[Path], model_config: ModelConfig
-) -> PreTrainedModel:
+def saved_policy(trainer: PolicyTrainer, adapters: Sequence[Path], model_config: ModelConfig) -> PreTrainedModel:
     """What was trained, saved as one adapter on the plain base model, and loaded from there.
 
     Judged is what a user loads: PEFT loads an adapter in float32, in memory it has the model's dtype.
@@ -557,7 +555,7 @@ def saved_policy(
     lora = trained.peft_config["default"]
     base = load_model(lora.base_model_name_or_path, revision=lora.revision or "main", **loading)  # no warm start in it
     join_adapters(base, [*adapters, output_dir / GRPO_FOLDER]).save_pretrained(output_dir)
-    tokenizer.save_pretrained(output_dir)
+    trainer.processing_class.save_pretrained(output_dir)
     return load_model(output_dir, **loading).to(trainer.args.device)
 
 
@@ -672,7 +670,7 @@ def train(script: ScriptArguments, training: GRPOConfig, model_config: ModelConf
         return EXIT_INTERRUPTED
 
     stop.at_once = is_saved
-    trained = saved_policy(trainer, tokenizer, adapters, model_config)
+    trained = saved_policy(trainer, adapters, model_config)
     set_seed(training.seed)  # the same samples, resumed or not
     trained_tables, trained_validities = model_policies(trained, reader, grids, "trained", script.samples_per_state)
     tables |= trained_tables

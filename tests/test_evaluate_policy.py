@@ -324,7 +324,6 @@ def test_half_of_a_policy_is_not_judged_but_the_run_is_from_within(tmp_path, mon
     with pytest.raises(InputError, match=f"trained on top of an adapter; judge the run's folder, {run}"):
         main(["--policies", str(run / "grpo")])
     monkeypatch.chdir(run)
-    with pytest.raises(
-        InputError, match=r"has no config\.json or adapter_config\.json"
-    ):  # refused as what it is, not as half
+    # An empty run folder is refused as such, not as half of a policy
+    with pytest.raises(InputError, match=r"has no config\.json or adapter_config\.json"):
         main(["--policies", "."])
