@@ -21,8 +21,8 @@ from rich.table import Table
 from transformers import HfArgumentParser, PreTrainedModel, set_seed
 
 from llm_policy.errors import InputError, check_at_least, run_script
-from llm_policy.expert_q import learn_q
-from llm_policy.frozen_lake import (
+from llm_policy.environments.expert_q import learn_q
+from llm_policy.environments.frozen_lake import (
     ACTIONS,
     Grid,
     acting_states,
@@ -31,10 +31,10 @@ from llm_policy.frozen_lake import (
     read_grid,
     shortest_path_policy,
 )
-from llm_policy.mdp import AGREEMENT_GAMMA, greedy_policy, optimal_actions, optimal_q
+from llm_policy.environments.mdp import AGREEMENT_GAMMA, greedy_policy, optimal_actions, optimal_q
 from llm_policy.models import load_model, load_tokenizer
 from llm_policy.plots import policy_figure
-from llm_policy.policy_table import (
+from llm_policy.environments.policy_table import (
     PolicyReader,
     PolicyScore,
     action_letters,

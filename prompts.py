@@ -7,7 +7,7 @@ behaves, what the letters mean and what an answer looks like.
 from transformers import PreTrainedTokenizerBase
 
 from llm_policy.errors import InputError
-from llm_policy.frozen_lake import ACTIONS, MOVES, Cell, Grid
+from llm_policy.environments.frozen_lake import ACTIONS, MOVES, Cell, Grid
 
 Messages = list[dict[str, str]]
 

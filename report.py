@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llm_policy.frozen_lake import ACTIONS, Grid, acting_states, lake_mdp, leads_to_goal
-from llm_policy.mdp import AGREEMENT_GAMMA, OPTIMAL_PERCENT, optimal_actions, optimal_q
+from llm_policy.environments.frozen_lake import ACTIONS, Grid, acting_states, lake_mdp, leads_to_goal
+from llm_policy.environments.mdp import AGREEMENT_GAMMA, OPTIMAL_PERCENT, optimal_actions, optimal_q
 from llm_policy.plots import curves_figure
 
 ROOT = Path(__file__).resolve().parent

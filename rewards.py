@@ -18,7 +18,7 @@ import numpy as np
 
 from llm_policy.completions import completion_text, parse_completion
 from llm_policy.errors import InputError
-from llm_policy.mdp import optimal_actions
+from llm_policy.environments.mdp import optimal_actions
 
 OPTIMAL_TOLERANCE = 1e-6  # Q-values in a CSV are rounded: actions this close to the best are all optimal
 

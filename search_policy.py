@@ -8,7 +8,7 @@
 
 The same command goes on after a kill (`answers.jsonl` holds every answer and return) and shows a finished run again. An
 endpoint's key comes from OPENAI_API_KEY and from nowhere else. Where this departs from the paper: the beginning of
-llm_policy/policy_search.py. Exit codes: 0 done, 2 the input cannot be used (one line), 75 interrupted by Ctrl-C.
+llm_policy/policy_search/search.py. Exit codes: 0 done, 2 the input cannot be used (one line), 75 interrupted by Ctrl-C.
 """
 
 import json
@@ -27,11 +27,11 @@ from rich.console import Console
 from rich.table import Table
 
 from llm_policy.errors import InputError, check_at_least, check_choices, run_script
-from llm_policy.mdp import optimal_policy, optimal_return, policy_return
+from llm_policy.environments.mdp import optimal_policy, optimal_return, policy_return
 from llm_policy.models import DTYPES, EMBEDDED_MODEL, ROOT, load_model, load_tokenizer
 from llm_policy.plots import curves_figure
-from llm_policy.policy_parameters import Parameters, Task, make_task, play, roll_out
-from llm_policy.policy_search import (
+from llm_policy.policy_search.parameters import Parameters, Task, make_task, play, roll_out
+from llm_policy.policy_search.search import (
     AnswerLog,
     History,
     Proposer,
@@ -41,7 +41,7 @@ from llm_policy.policy_search import (
     search,
     seed_of,
 )
-from llm_policy.proposers import (
+from llm_policy.policy_search.proposers import (
     PROPOSERS,
     EndpointProposer,
     HillClimbingProposer,
@@ -58,7 +58,7 @@ from llm_policy.run_files import (
     write_run_files,
     write_whole,
 )
-from llm_policy.search_prompts import ANSWER_PREFIX, environment_description
+from llm_policy.policy_search.prompts import ANSWER_PREFIX, environment_description
 
 LOG_FILE, RESULT_FILE, CURVE_FILE = "answers.jsonl", "result.txt", "curve.png"
 RESUMES = ("auto", "never")

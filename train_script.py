@@ -35,15 +35,15 @@ from trl.import_utils import is_vllm_available
 
 from evaluate_policy import evaluate_policies, model_policies, print_table, save_evaluation
 from llm_policy.checkpoints import COMPLETE_MARK, DISK_WORDS, latest_checkpoint, remove_incomplete, supersede
-from llm_policy.diagnostics import STOP_CONDITIONS, MetricsFile, PolicyDiagnostics, policy_verdict
+from llm_policy.grpo.diagnostics import STOP_CONDITIONS, MetricsFile, PolicyDiagnostics, policy_verdict
 from llm_policy.errors import EXIT_INPUT_ERROR, InputError, check_at_least, check_choices, run_script
-from llm_policy.expert_q import read_expert_csv
-from llm_policy.frozen_lake import ACTIONS, Grid, shortest_path_policy
-from llm_policy.grpo import OBJECTIVES, PolicyTrainer, check_objective
-from llm_policy.linter import lint
-from llm_policy.mdp import optimal_actions
+from llm_policy.environments.expert_q import read_expert_csv
+from llm_policy.environments.frozen_lake import ACTIONS, Grid, shortest_path_policy
+from llm_policy.grpo.trainer import OBJECTIVES, PolicyTrainer, check_objective
+from tasks.linter import lint
+from llm_policy.environments.mdp import optimal_actions
 from llm_policy.models import ROOT, load_model, load_tokenizer
-from llm_policy.policy_table import PolicyReader
+from llm_policy.environments.policy_table import PolicyReader
 from llm_policy.run_files import (
     CONFIG_FILE,
     EVALUATION_FILE,
@@ -55,7 +55,7 @@ from llm_policy.run_files import (
     write_run_files,
     write_whole,
 )
-from llm_policy.warm_start import check_joinable, join_adapters, sampled_format_validity, teach_format
+from llm_policy.grpo.warm_start import check_joinable, join_adapters, sampled_format_validity, teach_format
 from prompts import OBSERVATIONS, Messages, fit_to_template, format_example, policy_messages
 from rewards import OPTIMAL_TOLERANCE, REWARD_SHAPES, AdvantageReward, reward_functions, well_formed_rewards
 
@@ -107,7 +107,7 @@ class ScriptArguments:
     optimal_bonus: float = field(default=0.2, metadata={"help": "Added to the reward of an optimal action."})
     cap_bonus: bool = field(default=True, metadata={"help": "Cut reward + bonus at 1, as the original did."})
     objective: str = field(
-        default="grpo", metadata={"help": f"{', '.join(OBJECTIVES)}: see llm_policy/grpo.py, departure 4."}
+        default="grpo", metadata={"help": f"{', '.join(OBJECTIVES)}: see llm_policy/grpo/trainer.py, departure 4."}
     )
     action_entropy_coef: float = field(
         default=0.0, metadata={"help": "Objective `expected`: weight of the action distribution's entropy (nats)."}
@@ -346,7 +346,7 @@ def held_out(table: pd.DataFrame, script: ScriptArguments) -> tuple[pd.DataFrame
     if script.test_maps >= len(grids):
         raise InputError(
             f"--test_maps {script.test_maps}: {script.expert_csv} has {len(grids)} maps, and one must be left to "
-            "train on; name fewer or make a CSV with more (python -m llm_policy.expert_q --random_maps)"
+            "train on; name fewer or make a CSV with more (python -m llm_policy.environments.expert_q --random_maps)"
         )
     tested = random.Random(script.test_map_seed).sample(grids, script.test_maps)
     return table[~table["grid"].isin(tested)].reset_index(drop=True), tested

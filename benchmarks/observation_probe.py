@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from llm_policy.errors import run_script
-from llm_policy.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
-from llm_policy.frozen_lake import Grid, acting_states, lake_mdp
-from llm_policy.mdp import optimal_actions, optimal_return, policy_return
+from llm_policy.environments.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
+from llm_policy.environments.frozen_lake import Grid, acting_states, lake_mdp
+from llm_policy.environments.mdp import optimal_actions, optimal_return, policy_return
 from prompts import observation_text
 from rewards import OPTIMAL_TOLERANCE
 from train_script import ScriptArguments, held_out

@@ -24,10 +24,10 @@ from step_time import Meter, build, one_step
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from llm_policy.frozen_lake import CANONICAL_GRIDS, acting_states
+from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, acting_states
 from llm_policy.models import EMBEDDED_MODEL, ROOT, load_model, load_tokenizer
-from llm_policy.policy_table import PolicyReader
-from llm_policy.warm_start import teach_format
+from llm_policy.environments.policy_table import PolicyReader
+from llm_policy.grpo.warm_start import teach_format
 
 WARM_START_STEPS, GRPO_STEPS, EVALUATIONS = 5, 30, 7  # of a run of configs/laptop.yaml that learns in 30 steps
 WARM_START_PROMPTS = 6

@@ -29,11 +29,11 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GemmaConfig, PrinterCallback, set_seed
 from trl import GRPOConfig
 
-from llm_policy.frozen_lake import CANONICAL_GRIDS, acting_states
-from llm_policy.grpo import PolicyTrainer
+from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, acting_states
+from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.models import EMBEDDED_MODEL, load_model, load_tokenizer
-from llm_policy.policy_table import PolicyReader
-from llm_policy.warm_start import teach_format
+from llm_policy.environments.policy_table import PolicyReader
+from llm_policy.grpo.warm_start import teach_format
 from prompts import fit_to_template, policy_messages
 
 PATHS = {"stock TRL": False, "packed": True}

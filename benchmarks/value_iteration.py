@@ -12,8 +12,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from llm_policy.errors import InputError, run_script
-from llm_policy.frozen_lake import lake_mdp, random_grids
-from llm_policy.mdp import optimal_q
+from llm_policy.environments.frozen_lake import lake_mdp, random_grids
+from llm_policy.environments.mdp import optimal_q
 
 LOOP_LAKES = 300
 BATCHED_REPEATS = 3

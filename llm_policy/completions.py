@@ -6,7 +6,7 @@ Text from a model is only ever matched against names that we know; it is never e
 import re
 from dataclasses import dataclass
 
-from llm_policy.frozen_lake import ACTIONS
+from llm_policy.environments.frozen_lake import ACTIONS
 
 # The whole completion: one thought, one answer, nothing outside. Neither part may hold a tag of its own.
 _TAGLESS = r"(?:(?!</?(?:think|answer)>).)*"

@@ -9,7 +9,7 @@ matplotlib.use("Agg")
 import numpy as np
 from matplotlib.figure import Figure
 
-from llm_policy.frozen_lake import Grid, acting_states
+from llm_policy.environments.frozen_lake import Grid, acting_states
 
 _CELL_COLOURS = {"S": "#d7e8f7", "F": "#eef5fb", "H": "#2d3a4a", "G": "#f5c542"}
 _ARROWS = ((-1, 0), (0, 1), (1, 0), (0, -1))  # (x, y) of LEFT, DOWN, RIGHT, UP; y grows downwards

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from llm_policy.packing import common_prefix
+from llm_policy.grpo.packing import common_prefix
 
 TokenIds = Sequence[int]
 

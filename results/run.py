@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--name", required=True, help="folder under results/ and runs/")
     parser.add_argument("--script", choices=tuple(SCRIPTS), default="train_script.py", help="what is run")
     parser.add_argument("--config", help="YAML file for the script (train_script.py: configs/laptop.yaml by default)")
-    parser.add_argument("--expert", help="options of llm_policy.expert_q: the run's own CSV, made first, not committed")
+    parser.add_argument("--expert", help="options of llm_policy.environments.expert_q: the run's own CSV, made first, not committed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="fresh seeds, not those of tuning")
     parser.add_argument(
         "--share_untrained", action="store_true",
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.expert:
         table = ROOT / "runs" / arguments.name / "expert.csv"
         table.parent.mkdir(parents=True, exist_ok=True)
-        make = [sys.executable, "-m", "llm_policy.expert_q", *shlex.split(arguments.expert), "--output", str(table)]
+        make = [sys.executable, "-m", "llm_policy.environments.expert_q", *shlex.split(arguments.expert), "--output", str(table)]
         subprocess.run([*make, "--overwrite"], cwd=ROOT, check=True)
         flags += ["--expert_csv", str(table.relative_to(ROOT))]
     for seed in arguments.seeds:

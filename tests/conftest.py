@@ -9,9 +9,9 @@ import pytest
 import torch
 from tiny_models import build_tiny_model
 
-from llm_policy.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
+from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
 from llm_policy.models import load_model, load_tokenizer
-from llm_policy.policy_table import PolicyReader
+from llm_policy.environments.policy_table import PolicyReader
 from prompts import format_example
 
 torch.set_num_threads(1)

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from llm_policy.diagnostics import COLLAPSE_STEPS, MetricsFile, PolicyDiagnostics, mutual_information, policy_verdict
-from llm_policy.frozen_lake import CANONICAL_GRIDS, acting_states, lake_mdp
-from llm_policy.mdp import AGREEMENT_GAMMA, greedy_policy, optimal_q
-from llm_policy.policy_table import ModelPolicies, constant_policy, score_policy, uniform_policy
+from llm_policy.grpo.diagnostics import COLLAPSE_STEPS, MetricsFile, PolicyDiagnostics, mutual_information, policy_verdict
+from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, acting_states, lake_mdp
+from llm_policy.environments.mdp import AGREEMENT_GAMMA, greedy_policy, optimal_q
+from llm_policy.environments.policy_table import ModelPolicies, constant_policy, score_policy, uniform_policy
 
 GRID = CANONICAL_GRIDS["4x4"]
 ARGUMENTS = SimpleNamespace(save_strategy="steps")

@@ -23,10 +23,10 @@ from evaluate_policy import (
     simulate,
 )
 from llm_policy.errors import InputError, run_script
-from llm_policy.frozen_lake import CANONICAL_GRIDS, lake_mdp
-from llm_policy.mdp import optimal_policy
+from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, lake_mdp
+from llm_policy.environments.mdp import optimal_policy
 from llm_policy.plots import policy_figure
-from llm_policy.policy_table import ModelPolicies, constant_policy, score_policy, uniform_policy
+from llm_policy.environments.policy_table import ModelPolicies, constant_policy, score_policy, uniform_policy
 
 GRID = CANONICAL_GRIDS["4x4"]
 LEFT, DOWN, RIGHT, UP = range(4)

@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 
 from llm_policy.errors import InputError
-from llm_policy.expert_q import COLUMNS, default_horizon, learn_q, main, read_expert_csv
-from llm_policy.frozen_lake import (
+from llm_policy.environments.expert_q import COLUMNS, default_horizon, learn_q, main, read_expert_csv
+from llm_policy.environments.frozen_lake import (
     ACTIONS,
     CANONICAL_GRIDS,
     acting_states,
@@ -22,7 +22,7 @@ from llm_policy.frozen_lake import (
     random_grids,
     state_text,
 )
-from llm_policy.mdp import greedy_policy, optimal_q, policy_return
+from llm_policy.environments.mdp import greedy_policy, optimal_q, policy_return
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = ROOT / "expert_demos_batched_avg_q.csv"
@@ -40,7 +40,7 @@ def write(tmp_path: Path, *lines: str) -> Path:
 
 def test_committed_file_is_regenerated_bit_for_bit(tmp_path):
     path = tmp_path / "again.csv"
-    command = [sys.executable, "-m", "llm_policy.expert_q", "--output", str(path), "--overwrite"]
+    command = [sys.executable, "-m", "llm_policy.environments.expert_q", "--output", str(path), "--overwrite"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert path.read_bytes() == COMMITTED.read_bytes()
     assert "11 of 11 states" in done.stdout

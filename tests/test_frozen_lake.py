@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from llm_policy.errors import InputError
-from llm_policy.frozen_lake import (
+from llm_policy.environments.frozen_lake import (
     ACTIONS,
     CANONICAL_GRIDS,
     acting_states,
@@ -18,7 +18,7 @@ from llm_policy.frozen_lake import (
     shortest_path_policy,
     state_text,
 )
-from llm_policy.mdp import mdp_from_env, policy_return
+from llm_policy.environments.mdp import mdp_from_env, policy_return
 
 SMALL, LARGE = CANONICAL_GRIDS["4x4"], CANONICAL_GRIDS["8x8"]
 TWO_STARTS = ("SFF", "FHG", "SFF", "FFF")

@@ -20,8 +20,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from llm_policy import grpo, packing, sampling
 from llm_policy.errors import InputError
-from llm_policy.frozen_lake import ACTIONS
-from llm_policy.grpo import EpochRepeatSampler, MergedCopy, PolicyTrainer, action_token_ids, find_answer
+from llm_policy.environments.frozen_lake import ACTIONS
+from llm_policy.grpo.trainer import EpochRepeatSampler, MergedCopy, PolicyTrainer, action_token_ids, find_answer
 
 GROUP = 4
 

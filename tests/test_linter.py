@@ -3,10 +3,10 @@ import pandas as pd
 import pytest
 from tiny_models import build_tiny_model
 
-from llm_policy.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
-from llm_policy.frozen_lake import CANONICAL_GRIDS, acting_states, lake_mdp, random_grids, state_text
-from llm_policy.linter import bellman_residual, lint
-from llm_policy.mdp import optimal_q
+from llm_policy.environments.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
+from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, acting_states, lake_mdp, random_grids, state_text
+from tasks.linter import bellman_residual, lint
+from llm_policy.environments.mdp import optimal_q
 from llm_policy.models import load_tokenizer
 from prompts import fit_to_template, policy_messages
 from rewards import ORIGINAL_REWARD, AdvantageReward

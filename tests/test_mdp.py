@@ -8,8 +8,8 @@ import pytest
 
 from llm_policy import mdp as mdp_module
 from llm_policy.errors import InputError
-from llm_policy.frozen_lake import CANONICAL_GRIDS, lake_mdp, random_grids
-from llm_policy.mdp import (
+from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, lake_mdp, random_grids
+from llm_policy.environments.mdp import (
     MDP,
     greedy_policy,
     mdp_from_env,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from llm_policy.frozen_lake import acting_states, lake_mdp
-from llm_policy.mdp import optimal_q
+from llm_policy.environments.frozen_lake import acting_states, lake_mdp
+from llm_policy.environments.mdp import optimal_q
 from report import probe_table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))

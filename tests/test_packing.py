@@ -4,7 +4,7 @@ from tiny_policies import ARCHITECTURE_NAMES, plain_scores, random_policy, token
 from transformers import MistralConfig, MistralForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from llm_policy.packing import Branch, PackedGroups, attention_mask, pack_groups, packed_log_probabilities
+from llm_policy.grpo.packing import Branch, PackedGroups, attention_mask, pack_groups, packed_log_probabilities
 
 ROUNDING = {"rtol": 1e-5, "atol": 2e-5}  # of float32 sums taken in another order
 

@@ -6,9 +6,9 @@ import pytest
 from gymnasium.spaces import Box, Discrete, MultiBinary
 
 from llm_policy.errors import InputError
-from llm_policy.frozen_lake import CANONICAL_GRIDS, lake_mdp
-from llm_policy.mdp import optimal_policy, policy_return
-from llm_policy.policy_parameters import AnswerError, PolicySpace, make_task, play, policy_space, roll_out
+from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, lake_mdp
+from llm_policy.environments.mdp import optimal_policy, policy_return
+from llm_policy.policy_search.parameters import AnswerError, PolicySpace, make_task, play, policy_space, roll_out
 
 TABLE = PolicySpace(is_tabular=True, inputs=3, outputs=4)
 LINEAR = PolicySpace(is_tabular=False, inputs=2, outputs=1, action_bounds=(np.float32([-1]), np.float32([1])))

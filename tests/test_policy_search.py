@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from llm_policy.errors import InputError
-from llm_policy.policy_parameters import make_task
-from llm_policy.policy_search import (
+from llm_policy.policy_search.parameters import make_task
+from llm_policy.policy_search.search import (
     Answer,
     AnswerLog,
     History,
@@ -19,8 +19,8 @@ from llm_policy.policy_search import (
     search,
     seed_of,
 )
-from llm_policy.proposers import HillClimbingProposer, RandomProposer
-from llm_policy.search_prompts import DESCRIPTIONS, environment_description
+from llm_policy.policy_search.proposers import HillClimbingProposer, RandomProposer
+from llm_policy.policy_search.prompts import DESCRIPTIONS, environment_description
 
 LAKE = make_task("FrozenLake-v1")
 A, B, C = (0,) * 16, (1,) * 16, (2,) * 16

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from tiny_models import build_tiny_model
 
-from llm_policy.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states, lake_mdp, shortest_path_policy
-from llm_policy.mdp import AGREEMENT_GAMMA, greedy_policy, optimal_q
+from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states, lake_mdp, shortest_path_policy
+from llm_policy.environments.mdp import AGREEMENT_GAMMA, greedy_policy, optimal_q
 from llm_policy.models import load_model, load_tokenizer
-from llm_policy.policy_table import (
+from llm_policy.environments.policy_table import (
     PolicyReader,
     best_constant_action,
     constant_policy,

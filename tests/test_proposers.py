@@ -11,9 +11,9 @@ from tiny_models import build_tiny_model
 
 from llm_policy.errors import InputError
 from llm_policy.models import load_model, load_tokenizer
-from llm_policy.policy_parameters import make_task
-from llm_policy.policy_search import AnswerLog, History, Request, SearchSettings, search
-from llm_policy.proposers import (
+from llm_policy.policy_search.parameters import make_task
+from llm_policy.policy_search.search import AnswerLog, History, Request, SearchSettings, search
+from llm_policy.policy_search.proposers import (
     KEY_VARIABLE,
     EndpointProposer,
     HillClimbingProposer,

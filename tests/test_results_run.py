@@ -70,7 +70,7 @@ def test_the_command_says_all_that_was_asked_for(started, tmp_path):
     results_run.main([*options, "--seeds", "1", "2"])
     command = (tmp_path / "results/maps/command.txt").read_text()
     assert results_run.shlex.split(command) == ["python", "results/run.py", *options, "--seeds", "1", "2"]
-    assert started[0][1:5] == ["-m", "llm_policy.expert_q", "--random_maps", "9"]
+    assert started[0][1:5] == ["-m", "llm_policy.environments.expert_q", "--random_maps", "9"]
     results_run.main([*options, "--seeds", "3"])
     judged = [(tmp_path / f"runs/maps/seed-{seed}/untrained.json").read_text() for seed in (2, 3)]
     assert judged == ["judged by seed-1"] * 2

@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from test_train_script import metrics_of, small_run
 from transformers import Trainer, TrainerState
 
-import llm_policy.diagnostics
+import llm_policy.grpo.diagnostics
 import train_script
 from llm_policy.errors import EXIT_INPUT_ERROR, run_script
 from llm_policy.models import ROOT
@@ -171,8 +171,8 @@ def signal_in(function: str) -> Callable[[], None]:
 
 
 def pretend_optimal() -> None:
-    score_policy = llm_policy.diagnostics.score_policy
-    llm_policy.diagnostics.score_policy = lambda *arguments: dataclasses.replace(
+    score_policy = llm_policy.grpo.diagnostics.score_policy
+    llm_policy.grpo.diagnostics.score_policy = lambda *arguments: dataclasses.replace(
         score_policy(*arguments), percent_of_optimal=100.0
     )
 
@@ -371,7 +371,7 @@ DISKS = [
     (None, at_call(torch, "save", 2, disk_full)),
     # The files before, between and after the checkpoints
     (None, at_call(Path, "replace", 1, disk_full)),
-    (2, at_call(llm_policy.diagnostics.MetricsFile, "on_log", 3, disk_full)),
+    (2, at_call(llm_policy.grpo.diagnostics.MetricsFile, "on_log", 3, disk_full)),
     (4, at_call(PeftModel, "save_pretrained", 5, disk_full_in_safetensors)),
     (4, at_call(train_script, "save_evaluation", 1, disk_full)),
 ]

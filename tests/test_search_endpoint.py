@@ -20,7 +20,7 @@ from tiny_models import build_tiny_model
 
 from llm_policy.errors import InputError
 from llm_policy.models import ROOT
-from llm_policy.policy_search import read_log
+from llm_policy.policy_search.search import read_log
 from search_policy import main
 
 START_SECONDS = 180

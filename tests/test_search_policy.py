@@ -15,8 +15,8 @@ from tiny_models import build_tiny_model
 import search_policy
 from llm_policy.errors import run_script
 from llm_policy.models import ROOT
-from llm_policy.policy_search import Step, read_log
-from llm_policy.proposers import KEY_VARIABLE
+from llm_policy.policy_search.search import Step, read_log
+from llm_policy.policy_search.proposers import KEY_VARIABLE
 from search_policy import Judgement, Row, main, parse_arguments, row_of, verdict_of
 
 KEY = "sk-secret-0123456789"

@@ -5,9 +5,9 @@ from tiny_policies import adapter_weights, add_random_adapter, random_policy, to
 
 from llm_policy import warm_start
 from llm_policy.completions import parse_completion
-from llm_policy.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
-from llm_policy.policy_table import PolicyReader
-from llm_policy.warm_start import join_adapters, sampled_format_validity, teach_format
+from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
+from llm_policy.environments.policy_table import PolicyReader
+from llm_policy.grpo.warm_start import join_adapters, sampled_format_validity, teach_format
 
 GRID = CANONICAL_GRIDS["4x4"]
 CELLS = [(GRID, state) for state in acting_states(GRID)]

@@ -14,8 +14,8 @@ import pandas as pd
 from transformers import PreTrainedTokenizerBase
 
 from llm_policy.errors import InputError
-from llm_policy.frozen_lake import ACTIONS, Grid, lake_mdp, parse_state_text
-from llm_policy.mdp import AGREEMENT_GAMMA, optimal_actions, optimal_q
+from llm_policy.environments.frozen_lake import ACTIONS, Grid, lake_mdp, parse_state_text
+from llm_policy.environments.mdp import AGREEMENT_GAMMA, optimal_actions, optimal_q
 from prompts import Messages, check_prompt, prompt_token_ids
 from rewards import OPTIMAL_TOLERANCE, AdvantageReward
 
@@ -232,7 +232,7 @@ def _dynamics(table: pd.DataFrame, is_slippery: bool) -> list[Finding]:
         ]
     message = (
         f"mean Bellman residual {here:.3f} of the largest Q on {named} ice, 0 is exact; average more learners, or take "
-        "--method value_iteration (python -m llm_policy.expert_q)"
+        "--method value_iteration (python -m llm_policy.environments.expert_q)"
     )
     return [Finding("rough Q-values", message)]
 

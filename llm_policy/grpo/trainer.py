@@ -15,7 +15,7 @@ from trl.trainer.utils import RepeatSampler, split_tensor_dict
 from llm_policy.checkpoints import written_whole
 from llm_policy.completions import parse_completion
 from llm_policy.errors import InputError
-from llm_policy.packing import Branch, pack_groups, packed_log_probabilities
+from llm_policy.grpo.packing import Branch, pack_groups, packed_log_probabilities
 from llm_policy.sampling import sample_completions
 
 OBJECTIVES = ("expected", "grpo")
@@ -32,7 +32,7 @@ class PolicyTrainer(GRPOTrainer):
        llm_policy/sampling.py), and the adapter is merged into a copy of the weights, so that decoding runs plain
        matrices (`merged_sampling`; through the adapter where a GPU has no room for the copy). With vLLM or continuous
        batching TRL's own path is used.
-    2. Training pass: a prompt and its group are one tree of tokens in one row (llm_policy/packing.py); completions
+    2. Training pass: a prompt and its group are one tree of tokens in one row (llm_policy/grpo/packing.py); completions
        whose advantage is zero skip the pass, or what follows their answer, where nothing else in the loss needs them.
        Equal to stock up to rounding; `packed=False` takes TRL's pass.
     3. Groups stay together in a micro-batch (TRL shuffles single completions), which packing needs.

@@ -7,7 +7,7 @@ the numbers of training; this one tells it to improve a vector of numbers, and m
 from collections.abc import Sequence
 
 from llm_policy.errors import InputError
-from llm_policy.policy_parameters import Parameters, PolicySpace, Task
+from llm_policy.policy_search.parameters import Parameters, PolicySpace, Task
 from prompts import NOT_SLIPPERY, SLIPPERY, Messages
 
 ROLE = (

@@ -6,20 +6,25 @@ A grid is a tuple of row strings over S (start), F (frozen), H (hole) and G (goa
 import re
 from collections import deque
 from collections.abc import Sequence
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
+from typing import ClassVar
 
+import gymnasium
 import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import MAPS, generate_random_map
 
+from llm_policy.environments.table_environment import Drawing
 from llm_policy.errors import InputError
-from llm_policy.mdp import MDP
+from llm_policy.environments.mdp import MDP
 
 ACTIONS = ("LEFT", "DOWN", "RIGHT", "UP")
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))  # (row, column) steps in the order of ACTIONS
 CANONICAL_GRIDS = {name: tuple(rows) for name, rows in MAPS.items()}
 Grid = tuple[str, ...]
 Cell = tuple[int, int]  # row, column
+Arrows = dict[int, tuple[int, int]]
 
 AGENT = "A"
 ANSI_AGENT = re.compile(r"\x1b\[41m(.)\x1b\[0m")
@@ -217,3 +222,59 @@ def shortest_path_policy(grid: Grid) -> np.ndarray:
                 distance_S[previous] = distance_S[state] + 1
                 queue.append(int(previous))
     return np.eye(len(ACTIONS))[distance_S[next_states_SA].argmin(axis=1)]
+
+
+@dataclass(frozen=True)
+class FrozenLake:
+    """One lake: a `TableEnvironment`."""
+
+    grid: Grid
+    is_slippery: bool = True
+
+    env_id: ClassVar[str] = "FrozenLake-v1"
+    actions: ClassVar[tuple[str, ...]] = ACTIONS
+    arrows: ClassVar[Arrows] = {action: (right, down) for action, (down, right) in enumerate(MOVES)}
+    pays_success: ClassVar[bool] = True  # the goal earns 1 and nothing else earns anything
+
+    def __str__(self) -> str:
+        return "|".join(self.grid)
+
+    @cached_property
+    def mdp(self) -> MDP:
+        return lake_mdp(self.grid, self.is_slippery)
+
+    @property
+    def success_mdp(self) -> MDP:
+        return self.mdp
+
+    @property
+    def acting_states(self) -> list[int]:
+        return acting_states(self.grid)
+
+    @property
+    def horizon_steps(self) -> int:
+        return default_horizon(self.grid)
+
+    def state_text(self, state: int) -> str:
+        return state_text(self.grid, state)
+
+    @classmethod
+    def read_state(cls, text: str, is_slippery: bool = True) -> "tuple[FrozenLake, int]":
+        """`InputError` also for an agent in a hole or at the goal, where no action is chosen."""
+        grid, state = parse_state_text(text)
+        state_text(grid, state)  # `InputError` for what cannot be written as a state again
+        letter = "".join(grid)[state]
+        if letter in "HG":
+            where = {"H": "in a hole", "G": "at the goal"}[letter]
+            raise InputError(f"{text!r}: the agent stands {where}, expected a state in which an action is chosen")
+        return cls(grid, is_slippery), state
+
+    def make(self, horizon_steps: int | None = None) -> gymnasium.Env:
+        steps = horizon_steps or self.horizon_steps
+        return gymnasium.make(
+            self.env_id, desc=list(self.grid), is_slippery=self.is_slippery, max_episode_steps=steps
+        )
+
+    def drawings(self) -> list[Drawing]:
+        columns = len(self.grid[0])
+        return [Drawing("", self.grid, {divmod(state, columns): state for state in self.acting_states})]

@@ -16,7 +16,7 @@ from gymnasium.spaces import Box, Discrete
 from gymnasium.wrappers import TimeLimit
 
 from llm_policy.errors import InputError
-from llm_policy.mdp import MDP, mdp_from_env
+from llm_policy.environments.mdp import MDP, mdp_from_env
 
 Parameters = tuple[float, ...]
 """Values on the grid of a `PolicySpace`: integers for a table; W row by row and then b for a linear policy."""

@@ -1,9 +1,9 @@
 """The expert as a CSV: one row a step, with the four Q-values of the state. Writes it, reads it, checks it.
 
-    python -m llm_policy.expert_q --output expert_demos_batched_avg_q.csv --overwrite    the committed file, bit for bit
-    python -m llm_policy.expert_q --map 8x8 --output lake_8x8.csv
-    python -m llm_policy.expert_q --random_maps 2200 --rows states --output lakes.csv    many maps, each state once
-    python -m llm_policy.expert_q --method q_learning --output learned.csv               learned instead of computed
+    python -m llm_policy.environments.expert_q --output expert_demos_batched_avg_q.csv --overwrite    the committed file, bit for bit
+    python -m llm_policy.environments.expert_q --map 8x8 --output lake_8x8.csv
+    python -m llm_policy.environments.expert_q --random_maps 2200 --rows states --output lakes.csv    many maps, each state once
+    python -m llm_policy.environments.expert_q --method q_learning --output learned.csv               learned instead of computed
 
 Columns: state,state_str,action,action_text,q_value_left,q_value_down,q_value_right,q_value_up,reward,next_state,done,
 batch_idx. `state_str` shows the lake before the step, rows joined by "|", the agent as A. `done` is true where the
@@ -24,7 +24,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from llm_policy.errors import InputError, run_script
-from llm_policy.frozen_lake import (
+from llm_policy.environments.frozen_lake import (
     ACTIONS,
     Grid,
     acting_states,
@@ -35,7 +35,7 @@ from llm_policy.frozen_lake import (
     read_grid,
     state_text,
 )
-from llm_policy.mdp import greedy_policy, optimal_q, optimal_return, policy_return
+from llm_policy.environments.mdp import greedy_policy, optimal_q, optimal_return, policy_return
 
 Q_COLUMNS = tuple(f"q_value_{action.lower()}" for action in ACTIONS)
 REQUIRED_COLUMNS = ("state_str", "action", *Q_COLUMNS)
@@ -289,7 +289,7 @@ def _read_columns(path: str | Path) -> tuple[dict[str, list[str]], list[int]]:
                         append(row[position])
                 next_line = reader.line_num + 1
     except FileNotFoundError:
-        raise InputError(f"{path}: no such file; `python -m llm_policy.expert_q --output {path}` makes one") from None
+        raise InputError(f"{path}: no such file; `python -m llm_policy.environments.expert_q --output {path}` makes one") from None
     except IsADirectoryError:
         raise InputError(f"{path}: is a folder, expected a CSV file") from None
     except UnicodeDecodeError as error:

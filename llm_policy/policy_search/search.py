@@ -24,8 +24,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from llm_policy.errors import InputError, check_at_least, check_choices
-from llm_policy.policy_parameters import AnswerError, Parameters, PolicySpace, Task, roll_out
-from llm_policy.search_prompts import HISTORY, corrected_messages, search_messages, tried_text
+from llm_policy.policy_search.parameters import AnswerError, Parameters, PolicySpace, Task, roll_out
+from llm_policy.policy_search.prompts import HISTORY, corrected_messages, search_messages, tried_text
 from prompts import Messages
 
 OPTIMUM_HINTS = ("none", "exact")

@@ -11,8 +11,8 @@ import numpy as np
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llm_policy.completions import parse_completion
-from llm_policy.frozen_lake import ACTIONS, Grid, acting_states, lake_mdp
-from llm_policy.mdp import AGREEMENT_GAMMA, MDP, optimal_actions, optimal_q, optimal_return, policy_return
+from llm_policy.environments.frozen_lake import ACTIONS, Grid, acting_states, lake_mdp
+from llm_policy.environments.mdp import AGREEMENT_GAMMA, MDP, optimal_actions, optimal_q, optimal_return, policy_return
 from llm_policy.sampling import sample_completions
 from prompts import fit_to_template, format_example, policy_messages, prompt_token_ids
 

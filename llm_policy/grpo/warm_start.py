@@ -16,9 +16,9 @@ from trl.trainer.utils import add_fused_lm_head
 
 from llm_policy.completions import parse_completion
 from llm_policy.errors import InputError
-from llm_policy.frozen_lake import ACTIONS, Grid
-from llm_policy.packing import pack_groups, packed_log_probabilities
-from llm_policy.policy_table import PolicyReader
+from llm_policy.environments.frozen_lake import ACTIONS, Grid
+from llm_policy.grpo.packing import pack_groups, packed_log_probabilities
+from llm_policy.environments.policy_table import PolicyReader
 from prompts import format_example
 
 SAMPLED_PROMPTS = 32  # for the estimate of the format validity

@@ -12,10 +12,10 @@ from transformers import TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import ExportableState
 
-from llm_policy.frozen_lake import ACTIONS, Grid, acting_states, default_horizon, lake_mdp
-from llm_policy.mdp import AGREEMENT_GAMMA, OPTIMAL_PERCENT, optimal_actions, optimal_q
+from llm_policy.environments.frozen_lake import ACTIONS, Grid, acting_states, default_horizon, lake_mdp
+from llm_policy.environments.mdp import AGREEMENT_GAMMA, OPTIMAL_PERCENT, optimal_actions, optimal_q
 from llm_policy.plots import policy_figure
-from llm_policy.policy_table import PolicyReader, PolicyScore, score_policy
+from llm_policy.environments.policy_table import PolicyReader, PolicyScore, score_policy
 from llm_policy.run_files import write_whole
 
 STOP_CONDITIONS = ("optimal", "collapsed", "either", "never")

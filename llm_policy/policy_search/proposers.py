@@ -13,8 +13,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from llm_policy.errors import InputError
-from llm_policy.policy_parameters import Parameters, PolicySpace
-from llm_policy.policy_search import Answer, Request, read_log, seed_of
+from llm_policy.policy_search.parameters import Parameters, PolicySpace
+from llm_policy.policy_search.search import Answer, Request, read_log, seed_of
 from llm_policy.sampling import sample_completions
 from prompts import Messages, fit_to_template, prompt_token_ids
 

@@ -1,0 +1,1 @@
+"""Environments as arrays: experts, exact judges, pictures. No language model in here."""

@@ -1,0 +1,1 @@
+"""Policy search in context (ProPS): whoever proposes parameters is the optimiser."""
