@@ -4,12 +4,11 @@ The prompt names what the original left out: where the agent stands (rows and co
 behaves, what the letters mean and what an answer looks like.
 """
 
-from transformers import PreTrainedTokenizerBase
+from collections.abc import Callable
 
-from llm_policy.errors import InputError
+from llm_policy.chat import Messages
 from llm_policy.environments.frozen_lake import ACTIONS, MOVES, Cell, Grid
-
-Messages = list[dict[str, str]]
+from llm_policy.errors import InputError
 
 SYSTEM_PROMPT = (
     "Cross the frozen lake to the goal. S start, F ice, H hole, G goal, A you. {dynamics} "
@@ -20,8 +19,6 @@ NOT_SLIPPERY = "Not slippery: you always move as chosen."
 
 # Warm start and nothing else: what a well-formed reply looks like. It repeats the observation and names no action.
 THOUGHT = "I am at row {row}, column {column}."
-
-OBSERVATIONS = ("grid", "coordinates", "neighbours", "spaced", "ways", "original")
 
 # The faults of the original's prompt in words of our own: the agent's place is nothing but a colour code, the ice is
 # not said to be slippery, and the three examples answer RIGHT, DOWN, DOWN where the expert goes LEFT, UP, LEFT
@@ -39,46 +36,83 @@ ORIGINAL_EXAMPLES = (
 _LETTER_NAMES = {"S": "ice", "F": "ice", "H": "hole", "G": "goal"}
 
 
-def observation_text(grid: Grid, state: int, observation: str = "coordinates") -> str:
-    """What the agent sees of `grid` standing on cell `state` (row-major index).
+# Parts of an observation: (grid, row-major index of the agent's cell) -> text --------------------------------------
 
-    Args:
-        observation: `grid` shows the map with the agent as A; `coordinates` puts row and column (from 0) above it;
-            `neighbours` adds what lies one step away in each direction; `spaced` is that with a space between cells,
-            so that each is one token (a tokenizer makes SF, HF of SFHF and H, FF, F of HFFF, which hides the columns);
-            `ways` adds to that on how many sides ice or the goal follows behind each neighbour of ice;
-            `original` marks the agent's cell with an ANSI colour, as Gymnasium's text rendering does.
-    """
-    if observation not in OBSERVATIONS:
-        raise InputError(f"--observation {observation!r}: expected one of {', '.join(OBSERVATIONS)}")
+
+def place(grid: Grid, state: int) -> str:
+    """Row and column of the agent, both from 0."""
     row, column = divmod(state, len(grid[0]))
-    agent = f"\x1b[41m{grid[row][column]}\x1b[0m" if observation == "original" else "A"
-    lines = [line[:column] + agent + line[column + 1 :] if r == row else line for r, line in enumerate(grid)]
-    if observation in ("spaced", "ways"):
-        lines = [" ".join(line) for line in lines]
-    if observation in ("coordinates", "neighbours", "spaced", "ways"):
-        lines.insert(0, f"You are at row {row}, column {column}.")
-    if observation in ("neighbours", "spaced", "ways"):
-        around = [_neighbour(grid, (row, column), move, observation == "ways") for move in MOVES]
-        lines.append(", ".join(f"{action}: {name}" for action, name in zip(ACTIONS, around, strict=True)) + ".")
-    return "\n".join(lines)
+    return f"You are at row {row}, column {column}."
 
 
-def _neighbour(grid: Grid, cell: Cell, move: Cell, counts_ways: bool) -> str:
-    cell = cell[0] + move[0], cell[1] + move[1]
-    name = _cell_name(grid, cell)
-    if name != "ice" or not counts_ways:
-        return name
-    onward = [(rows, columns) for rows, columns in MOVES if (rows, columns) != (-move[0], -move[1])]
-    behind = [_cell_name(grid, (cell[0] + rows, cell[1] + columns)) for rows, columns in onward]
-    count = behind.count("ice") + behind.count("goal")
-    return f"ice with {count} {'way' if count == 1 else 'ways'} on"
+def map_rows(grid: Grid, state: int, agent: str = "A", between: str = "") -> str:
+    """The map with the agent's cell as `agent`."""
+    place_row, column = divmod(state, len(grid[0]))
+    rows = [[*row[:column], agent, *row[column + 1 :]] if r == place_row else row for r, row in enumerate(grid)]
+    return "\n".join(between.join(row) for row in rows)
+
+
+def spaced_rows(grid: Grid, state: int) -> str:
+    """The map with a space between cells, so that each is one token.
+
+    A tokenizer makes SF, HF of SFHF and H, FF, F of HFFF, which hides the columns.
+    """
+    return map_rows(grid, state, between=" ")
+
+
+def coloured_rows(grid: Grid, state: int) -> str:
+    """The map with the agent's cell marked by an ANSI colour, as Gymnasium's text rendering does it."""
+    row, column = divmod(state, len(grid[0]))
+    return map_rows(grid, state, agent=f"\x1b[41m{grid[row][column]}\x1b[0m")
+
+
+def neighbours(grid: Grid, state: int) -> str:
+    """What lies one step away in each direction."""
+    return _around(grid, state, lambda cell, move: _cell_name(grid, cell))
+
+
+def neighbours_with_ways(grid: Grid, state: int) -> str:
+    """The same, and behind each neighbour of ice on how many sides ice or the goal follows."""
+
+    def name(cell: Cell, move: Cell) -> str:
+        if _cell_name(grid, cell) != "ice":
+            return _cell_name(grid, cell)
+        onward = [(down, right) for down, right in MOVES if (down, right) != (-move[0], -move[1])]
+        behind = [_cell_name(grid, (cell[0] + down, cell[1] + right)) for down, right in onward]
+        count = behind.count("ice") + behind.count("goal")
+        return f"ice with {count} {'way' if count == 1 else 'ways'} on"
+
+    return _around(grid, state, name)
+
+
+def _around(grid: Grid, state: int, name: Callable[[Cell, Cell], str]) -> str:
+    row, column = divmod(state, len(grid[0]))
+    cells = [name((row + down, column + right), (down, right)) for down, right in MOVES]
+    return ", ".join(f"{action}: {cell}" for action, cell in zip(ACTIONS, cells, strict=True)) + "."
 
 
 def _cell_name(grid: Grid, cell: Cell) -> str:
     row, column = cell
     inside = 0 <= row < len(grid) and 0 <= column < len(grid[0])
     return _LETTER_NAMES[grid[row][column]] if inside else "edge"
+
+
+# A new observation is one entry: its parts, each on lines of its own.
+OBSERVATIONS = {
+    "grid": (map_rows,),
+    "coordinates": (place, map_rows),
+    "neighbours": (place, map_rows, neighbours),
+    "spaced": (place, spaced_rows, neighbours),
+    "ways": (place, spaced_rows, neighbours_with_ways),
+    "original": (coloured_rows,),
+}
+
+
+def observation_text(grid: Grid, state: int, observation: str = "coordinates") -> str:
+    """What the agent sees of `grid` standing on cell `state` (row-major index): the parts of `observation`."""
+    if observation not in OBSERVATIONS:
+        raise InputError(f"--observation {observation!r}: expected one of {', '.join(OBSERVATIONS)}")
+    return "\n".join(part(grid, state) for part in OBSERVATIONS[observation])
 
 
 def policy_messages(grid: Grid, state: int, is_slippery: bool, observation: str = "coordinates") -> Messages:
@@ -108,53 +142,3 @@ def format_example(grid: Grid, state: int, action: int) -> str:
     """A well-formed reply for the warm start, whatever `action` is: it says where we are and takes it."""
     row, column = divmod(state, len(grid[0]))
     return f"<think>{THOUGHT.format(row=row, column=column)}</think><answer>{ACTIONS[action]}</answer>"
-
-
-def accepts_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template takes a system turn. Gemma's refuses it by raising inside the template."""
-    if tokenizer.chat_template is None:
-        raise InputError(
-            f"{tokenizer.name_or_path}: its tokenizer has no chat template; "
-            "take an instruction-tuned model (a name that ends in -it, -Instruct or -chat)"
-        )
-    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    try:
-        tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception:  # jinja2 raises TemplateError here, and templates may raise others, in words of their own
-        tokenizer.apply_chat_template(turns[1:], tokenize=False)  # a template that refuses this, too, is broken
-        return False
-    return True
-
-
-def fit_to_template(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> Messages:
-    """`messages` as the chat template takes them: where it refuses a system turn, its text opens the user's turn."""
-    if messages[0]["role"] != "system" or accepts_system_role(tokenizer):
-        return messages
-    system, user, *rest = messages
-    return [{"role": "user", "content": f"{system['content']}\n\n{user['content']}"}, *rest]
-
-
-def prompt_token_ids(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Token ids of a prompt through the chat template, up to where the model's reply begins; BOS exactly once.
-
-    The same call as TRL makes for conversational prompts, so that warm start, evaluation and training agree.
-    """
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
-        "input_ids"
-    ]
-
-
-def check_prompt(
-    token_ids: list[int], tokenizer: PreTrainedTokenizerBase, context_tokens: int, max_completion_tokens: int
-) -> None:
-    """Raise `InputError` for a prompt that the model would see cut, or with a BOS token too many."""
-    if len(token_ids) + max_completion_tokens > context_tokens:
-        raise InputError(
-            f"prompt of {len(token_ids)} tokens + --max_completion_length {max_completion_tokens} exceed the model's "
-            f"context of {context_tokens} tokens: use a smaller map, a shorter completion or another model"
-        )
-    if tokenizer.bos_token_id is not None and token_ids[:2] == [tokenizer.bos_token_id] * 2:
-        raise InputError(
-            f"{tokenizer.name_or_path}: the chat template writes {tokenizer.bos_token!r} (BOS) twice; take one of the "
-            "two out of chat_template in its tokenizer files"
-        )

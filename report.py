@@ -1,239 +1,395 @@
-"""results/*/ -> the README's tables and curve. Reads nothing else, trains nothing.
+"""Write what results/ holds into the tables of README.md and docs/, and into the curves of docs/pictures/.
 
-python report.py            # rewrites the parts of README.md between the markers, and results/*.png
-python report.py --check    # exit code 1 where the README is not what results/ says
+    python report.py            # writes every section between its two marker lines, and the pictures
+    python report.py --check    # changes nothing; exit code 1 where a section is out of date
+
+A section stands between `<!-- NAME: written by report.py -->` and `<!-- end of NAME -->`, in any of these files.
+Nothing but results/ and the dates of commits is read, and nothing is trained.
+
+exit codes: 0 done, 1 out of date (--check), 2 the input cannot be used (one line says why)
 """
+
+from llm_policy.startup import announce
+
+announce(__name__, "NumPy and matplotlib")
 
 import argparse
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
 from llm_policy.environments.frozen_lake import ACTIONS, Grid, acting_states, lake_mdp, leads_to_goal
 from llm_policy.environments.mdp import AGREEMENT_GAMMA, OPTIMAL_PERCENT, optimal_actions, optimal_q
+from llm_policy.errors import InputError, run_script
 from llm_policy.plots import curves_figure
 
 ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results"
-MARKERS = "<!-- {name}: written by report.py -->", "<!-- end of {name} -->"
-BASELINES = ("optimal", "uniform random", "best constant action")
-ABLATION = "ablation_"  # folders of runs that change one thing
-# What they start from: a result, and the configuration that their command names (None: the default)
+BEGIN, END = "<!-- {name}: written by report.py -->", "<!-- end of {name} -->"
+SECTIONS = ("summary", "results", "ablations", "maps", "observations", "probe", "search", "speed")
+
+# The studies: folders of results/. Those of training hold seeds that were trained on lakes.
+CANONICAL, ORIGINAL, ABLATIONS, MAPS, SEARCH, SPEED = (
+    "canonical", "original", "ablations", "maps_never_seen", "policy_search", "speed",
+)  # fmt: skip
+TRAINING = (CANONICAL, ORIGINAL, ABLATIONS, MAPS)
+# What ablations start from: a result, and the configuration that their command names (None: the default)
 ABLATED = {"canonical_slippery": None, "original_reproduced": "configs/laptop_original.yaml"}
 DEFAULT_CONFIG = "configs/laptop.yaml"
 SAME_IN_ABLATIONS = ("--max_steps", "--stop_when", "--samples_per_state")
-CURVES = {  # what the first figure shows
+OBSERVATION, OBSERVED = "observation_", "random_maps_dry"  # results with another observation, and what they change
+
+# Rows of every evaluation.json, by the beginning of their names: which constant action is best stands behind it
+REFERENCES = ("optimal", "uniform random", "best constant action")
+UNTRAINED, TRAINED, SAMPLED = "untrained, greedy", "trained, greedy", "trained, sampled"
+# The summary's rows of training: what it is called there, and the score
+SUMMARY = {
+    "canonical_slippery": ("GRPO, this repository", "success_probability"),
+    "original_reproduced": ("the original, reproduced", "success_probability"),
+    "canonical_deterministic": ("GRPO, this repository", "success_probability"),
+    "random_maps_dry_ways_250": ("GRPO, this repository", "percent_of_optimal"),
+    "random_maps_slippery_ways_250": ("GRPO, this repository", "percent_of_optimal"),
+}
+SUMMARY_LAKE, SUMMARY_SEARCH = "canonical_slippery", "props_frozen_lake"
+CURVES = {  # the lines of the first picture
     "canonical_slippery": "this repository",
     "ablation_from_original_learning_rate": "the original with this objective and learning rate",
     "original_reproduced": "the original, reproduced",
 }
-MAPS = "random_maps"  # folders of runs on many maps, judged on maps never seen
-MAP_CURVES = {False: "random_maps_dry.png", True: "random_maps_slippery.png"}  # their figures, by is_slippery
-OBSERVATIONS, OBSERVED = "observation_", "random_maps_dry"  # folders with another observation, and what they change
+
+# Reading ----------------------------------------------------------------------------------------------------------
 
 
-def seed_folders(folder: Path) -> list[Path]:
-    """`seed-N` of one result, by number."""
-    return sorted(folder.glob("seed-*"), key=lambda seed: int(seed.name.removeprefix("seed-")))
+def read_json(file: Path) -> dict:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{shown(file)}: cannot be read as JSON ({reason}); run it again or delete it") from error
+
+
+def read_json_lines(file: Path) -> list[dict]:
+    try:
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    except ValueError as error:
+        raise InputError(f"{shown(file)}: cannot be read as JSON lines ({error}); run it again or delete it") from error
+
+
+def shown(path: Path) -> str:
+    """A path below the repository's root without that root."""
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
+
+
+def finished_seeds(folder: Path, files: Iterable[str]) -> list[Path]:
+    """The folders `seed-N` of one result that hold all of `files`, by number."""
+    seeds = [seed for seed in folder.glob("seed-*") if seed.name.removeprefix("seed-").isdigit()]
+    whole = [seed for seed in seeds if all((seed / name).exists() for name in files)]
+    return sorted(whole, key=lambda seed: int(seed.name.removeprefix("seed-")))
 
 
 def seeds_of(folder: Path) -> list[dict]:
     """The finished seeds of one training result: evaluation rows by name, metrics by step, verdict, minutes."""
     found = []
-    for seed in seed_folders(folder):
-        if (seed / "result.txt").exists() and (seed / "metrics.jsonl").exists():
-            evaluation = json.loads((seed / "evaluation.json").read_text())
-            found.append(
-                {
-                    "seed": seed.name.removeprefix("seed-"),
-                    "is_slippery": evaluation["is_slippery"],
-                    "maps": evaluation.get("maps"),
-                    "command": shlex.split((folder / "command.txt").read_text()),
-                    "observation": json.loads((seed / "run.json").read_text())["observation"],
-                    "policies": {policy["policy"]: policy for policy in evaluation["policies"]},
-                    "metrics": [json.loads(line) for line in (seed / "metrics.jsonl").read_text().splitlines()],
-                    "verdict": _verdict(seed / "result.txt"),
-                    "minutes": float((seed / "minutes.txt").read_text()),
-                }
-            )
+    for seed in finished_seeds(folder, ("result.txt", "metrics.jsonl", "evaluation.json", "run.json", "minutes.txt")):
+        evaluation = read_json(seed / "evaluation.json")
+        run = read_json(seed / "run.json")
+        found.append(
+            {
+                "study": folder.parent.name,
+                "seed": seed.name.removeprefix("seed-"),
+                "is_slippery": evaluation["is_slippery"],
+                "maps": evaluation.get("maps"),
+                "command": shlex.split((folder / "command.txt").read_text(encoding="utf-8")),
+                "observation": run.get("observation", ""),
+                "policies": {policy["policy"]: policy for policy in evaluation["policies"]},
+                "metrics": read_json_lines(seed / "metrics.jsonl"),
+                "verdict": _verdict(seed / "result.txt"),
+                "minutes": float((seed / "minutes.txt").read_text()),
+                "made": made(seed / "run.json"),
+            }
+        )
     return found
 
 
 def _verdict(file: Path) -> str:
     """The last line without its label, and without the counts of steps in brackets, which have a column."""
-    line = file.read_text().strip().splitlines()[-1].removeprefix("verdict: ")
+    line = file.read_text(encoding="utf-8").strip().splitlines()[-1].removeprefix("verdict: ")
     return re.sub(r" \(warm start \d+ steps, GRPO \d+\)$", "", line)
 
 
 def training_results() -> dict[str, list[dict]]:
-    results = {folder.name: seeds_of(folder) for folder in sorted(RESULTS.iterdir()) if folder.is_dir()}
-    return {name: seeds for name, seeds in results.items() if seeds}
+    """Name -> finished seeds, of all studies of training."""
+    folders = [folder for study in TRAINING for folder in sorted((RESULTS / study).glob("*")) if folder.is_dir()]
+    return {folder.name: seeds for folder in folders if (seeds := seeds_of(folder))}
 
 
-def training_table(results: dict[str, list[dict]]) -> str:
-    """One row a result, one value a seed: greedy success without and at the limit, sampled; the worst verdict."""
-    lines = [
-        "| result | seeds | success, no step limit | within the limit | sampled, within the limit | optimal states "
-        "| minutes in all | worst seed |",
-        "|---|---|---|---|---|---|---|---|",
+def of_studies(results: Mapping[str, list[dict]], *studies: str) -> dict[str, list[dict]]:
+    return {name: seeds for name, seeds in results.items() if seeds[0]["study"] in studies}
+
+
+def searches_of(folder: Path) -> list[dict]:
+    """`evaluation.json` of the finished seeds of one policy search, and its minutes."""
+    return [
+        read_json(seed / "evaluation.json")
+        | {"minutes": float((seed / "minutes.txt").read_text()), "made": made(seed / "run.json")}
+        for seed in finished_seeds(folder, ("evaluation.json", "run.json", "minutes.txt"))
     ]
-    for name, seeds in results.items():
-        trained, states, worst = _greedy(seeds)
-        sampled = [s["policies"]["trained, sampled"] for s in seeds if "trained, sampled" in s["policies"]]
-        optimum = seeds[0]["policies"]["optimal"]
-        minutes = ", ".join(f"{s['minutes']:.1f}" for s in seeds)
-        lines.append(
-            f"| [{name}](results/{name}) | {len(seeds)} "
-            f"| {_values(trained, 'success_probability')} of {optimum['optimal_success']:.4f} "
-            f"| {_values(trained, 'success_at_horizon')} of {optimum['optimal_at_horizon']:.4f} "
-            f"| {_values(sampled, 'success_at_horizon') if sampled else ''} "
-            f"| {states} | {minutes} | {worst} |"
-        )
-    for is_slippery in (True, False):
-        named = sorted(results, key=lambda name: not name.startswith("canonical"))  # other maps have other baselines
-        seeds = next((results[name] for name in named if results[name][0]["is_slippery"] is is_slippery), None)
-        for name, row in (seeds[0]["policies"] if seeds else {}).items():
-            if name.startswith((*BASELINES, "untrained")):
-                lines.append(
-                    f"| *{name}, {'slippery' if is_slippery else 'not slippery'}* | exact "
-                    f"| {row['success_probability']:.4f} | {row['success_at_horizon']:.4f} | "
-                    f"| {row['optimal_states']:.0f} of {row['acting_states']:.0f} | | |"
-                )
-    return "\n".join(lines)
 
 
-def _greedy(seeds: list[dict]) -> tuple[list[dict], str, str]:
+# Dates and commits ------------------------------------------------------------------------------------------------
+
+Made = list[tuple[str, int, str]]  # when a file's content came about: date, Unix time of the commit, commit
+
+
+def git(*arguments: str) -> str:
+    try:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = " ".join((getattr(error, "stderr", "") or str(error)).split())
+        raise InputError(f"git {arguments[0]}: {reason}; the dates of results need git and a full clone") from error
+
+
+@cache
+def history() -> dict[str, tuple[int, str]]:
+    """Commit -> Unix time and date. One call of git for the whole history, because there are many runs."""
+    if git("rev-parse", "--is-shallow-repository").strip() == "true":
+        raise InputError("git: a shallow clone lacks the dates of results; run `git fetch --unshallow`")
+    lines = (line.split() for line in git("log", "--format=%H %ct %cs").splitlines())
+    return {commit: (int(seconds), date) for commit, seconds, date in lines}
+
+
+def made(file: Path) -> Made:
+    """When and by which code a result was made, by its run.json or by what a benchmark wrote: one entry per part.
+
+    The date is that of the file, else that of the commit. Where the file names no known commit, both are of the first
+    commit that holds this content, whatever its path was then.
+    """
+    content = read_json(file)
+    entries = []
+    for part in (content, *content.get("resumed", [])):
+        commit, date = part.get("commit", "").replace("unknown", ""), part.get("date", "")[:10]
+        seconds, commit_date = history().get(commit, (0, ""))
+        if date or commit_date:
+            entries.append((date or commit_date, seconds, commit))
+    return entries or first_committed(file)
+
+
+def first_committed(file: Path) -> Made:
+    """The first commit with this content of the file; [] where none has it yet."""
+    known = history()
+    blob = git("hash-object", str(file)).strip()
+    commits = git("log", "--reverse", "--format=%H", f"--find-object={blob}").split()
+    return [(known[commit][1], known[commit][0], commit) for commit in commits[:1]]
+
+
+def date_and_commit(entries: Made) -> str:
+    """The first and the last, or one where they are the same: `2026-11-21..2026-11-22, da26d60..8286edd`."""
+    if not entries:
+        return "not committed yet"
+    ordered = sorted(entries)
+    spans = ([date for date, _, _ in ordered], [commit[:7] for _, _, commit in ordered if commit])
+    return ", ".join(found[0] if found[0] == found[-1] else f"{found[0]}..{found[-1]}" for found in spans if found)
+
+
+def made_by(seeds: Sequence[dict]) -> str:
+    return date_and_commit([entry for seed in seeds for entry in seed["made"]])
+
+
+# Cells of the tables ----------------------------------------------------------------------------------------------
+
+
+def markdown(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [list(headers), ["---"] * len(headers), *map(list, rows)]
+    assert all(len(line) == len(headers) for line in lines), "a row has as many cells as the header"
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def link(label: str, *parts: str) -> str:
+    """A link into results/, as it is written in the root; `write_sections` fits it to the file."""
+    return f"[{label}]({'/'.join(('results', *parts))})"
+
+
+def link_to(name: str, seeds: Sequence[dict]) -> str:
+    return link(name, seeds[0]["study"], name)
+
+
+def values(rows: Sequence[dict], key: str, decimals: int | None = None) -> str:
+    """The mean in bold, and each seed's value behind it."""
+    found = [row[key] for row in rows]
+    if decimals is None:
+        decimals = 4 if max(map(abs, found)) < 10 else 1  # probabilities, or returns of long episodes
+    return f"**{np.mean(found):.{decimals}f}** ({', '.join(f'{value:.{decimals}f}' for value in found)})"
+
+
+def each(seeds: Iterable[dict], value) -> str:
+    return ", ".join(str(value(seed)) for seed in seeds)
+
+
+def last_step(seed: dict) -> int:
+    return seed["metrics"][-1]["step"]
+
+
+def _greedy(seeds: Sequence[dict]) -> tuple[list[dict], str, str]:
     """The trained greedy policy of each seed, their optimal states, and the verdict of the worst."""
-    trained = [s["policies"]["trained, greedy"] for s in seeds]
-    states = ", ".join(f"{t['optimal_states']:.0f}" for t in trained)
-    worst = min(seeds, key=lambda s: _rank(s["policies"]["trained, greedy"]))
-    return trained, f"{states} of {trained[0]['acting_states']:.0f}", worst["verdict"]
+    trained = [seed["policies"][TRAINED] for seed in seeds]
+    states = f"{each(trained, lambda row: format(row['optimal_states'], '.0f'))} of {trained[0]['acting_states']:.0f}"
+    worst = min(seeds, key=lambda seed: _rank(seed["policies"][TRAINED]))
+    return trained, states, worst["verdict"]
 
 
 def _rank(trained: dict) -> tuple[float, float]:
     return trained["success_probability"], trained["optimal_states"]
 
 
-def ablation_table(results: dict[str, list[dict]]) -> str:
-    """What one change does, from this repository's configuration and from the original's: one value a seed."""
-    lines = [
-        "| change | success, no step limit | optimal states | first at the optimum, step | steps | minutes "
-        "| worst seed |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for base, config in ABLATED.items():
-        rows = {f"*{base}, unchanged*": results[base]} if base in results else {}
-        for name, seeds in results.items():
-            if name.startswith(ABLATION) and _config(seeds[0]["command"]) == config:
-                rows[f"[`{_change(seeds[0]['command'])}`](results/{name})"] = seeds
-        for label, seeds in rows.items():
-            trained, states, worst = _greedy(seeds)
-            first = ", ".join(str(_first_optimum(s["metrics"])) for s in seeds)
-            steps = ", ".join(str(s["metrics"][-1]["step"]) for s in seeds)
-            minutes = ", ".join(f"{s['minutes']:.0f}" for s in seeds)
-            lines.append(
-                f"| {label} | {_values(trained, 'success_probability')} | {states} | {first} | {steps} | {minutes} "
-                f"| {worst} |"
-            )
-    return "\n".join(lines)
+# Sections ---------------------------------------------------------------------------------------------------------
 
 
-def maps_table(results: dict[str, list[dict]]) -> str:
-    """One row a result: policies on maps never seen in training, in percent of the optimum of the same maps."""
-    others = ("untrained, greedy", "shortest path", "best constant action", "uniform random")
-    lines = [
-        f"| result | observation | trained, percent of optimal | {' | '.join(others)} | success of the optimum "
-        f"| optimal states a map | of those where only {', '.join(ACTIONS)} is best "
-        "| first wrong step of the maps lost | steps | minutes |",
-        "|" + "---|" * (9 + len(others)),
-    ]
+def summary_section(results: Mapping[str, list[dict]], searches: Mapping[str, list[dict]]) -> str:
+    """The table of README.md: each system beside its optimum and its baselines."""
+    rows = [_summary_row(name, results[name]) for name in SUMMARY if name in results]
+    if SUMMARY_LAKE in results:
+        rows[1:1] = _summary_baselines(results[SUMMARY_LAKE][0])
+    if SUMMARY_SEARCH in searches:
+        rows += _summary_searches(searches[SUMMARY_SEARCH])
+    headers = ("system", "environment", "score: mean (each seed)", "optimum", "seeds", "minutes per seed")
+    return markdown((*headers, "date, commit"), rows)
+
+
+def _summary_row(name: str, seeds: Sequence[dict]) -> list[object]:
+    system, score = SUMMARY[name]
+    trained = [seed["policies"][TRAINED] for seed in seeds]
+    if score == "percent_of_optimal":
+        ice = "slippery" if seeds[0]["is_slippery"] else "not slippery"
+        where = f"{trained[0]['maps']} maps never seen, {ice}: percent of the optimum"
+        scores, optimum = values(trained, score, 1), "100"
+    else:
+        where = f"{'slippery lake' if seeds[0]['is_slippery'] else 'lake without slip'}: success"
+        scores, optimum = values(trained, score), f"{trained[0]['optimal_success']:.4f}"
+    minutes = f"{np.mean([seed['minutes'] for seed in seeds]):.0f}"
+    label = link(system, seeds[0]["study"], name)
+    return [label, where, scores, optimum, len(seeds), minutes, made_by(seeds)]
+
+
+def _summary_baselines(seed: dict) -> list[list[object]]:
+    """The untrained model, the best constant action and uniform random choice, on the slippery lake."""
+    rows = []
+    for beginning in (UNTRAINED, "best constant action", "uniform random"):
+        for name, row in seed["policies"].items():
+            if name.startswith(beginning):
+                label = {UNTRAINED: "untrained model", "uniform random": "uniformly random policy"}.get(name, name)
+                success, optimum = f"{row['success_probability']:.4f}", f"{row['optimal_success']:.4f}"
+                rows.append([label, "slippery lake: success", success, optimum, "exact", "", made_by([seed])])
+    return rows
+
+
+def _summary_searches(seeds: Sequence[dict]) -> list[list[object]]:
+    """Policy search in context and hill climbing: success within the step limit, because their episodes have one."""
+    where = f"slippery lake: success within {seeds[0]['horizon_steps']} steps"
+    optimum = next(row["value"] for row in seeds[0]["policies"] if row["policy"] == "optimal")
+    rows = []
+    for name in (seeds[0]["searched"], "hill climbing"):
+        found = [row for seed in seeds for row in seed["policies"] if row["policy"] == name]
+        is_searched = name == seeds[0]["searched"]
+        label = link(name, SEARCH, SUMMARY_SEARCH) if is_searched else name
+        minutes = f"{np.mean([seed['minutes'] for seed in seeds]):.0f}" if is_searched else ""
+        rows.append([label, where, values(found, "value"), f"{optimum:.4f}", len(found), minutes, made_by(seeds)])
+    return rows
+
+
+def results_section(results: Mapping[str, list[dict]]) -> str:
+    """One row per result, one value per seed: greedy success without and at the limit, sampled; the worst verdict."""
+    headers = [
+        "result", "seeds", "success, no step limit", "success within the step limit", "sampled, within the limit",
+        "optimal states", "minutes per seed", "worst seed", "date, commit",
+    ]  # fmt: skip
+    rows = []
     for name, seeds in results.items():
-        trained = [s["policies"]["trained, greedy"] for s in seeds]
-        percents = [f"{_percent_of_optimal(seeds, policy):.1f}" for policy in others]
-        states = ", ".join(f"{row['optimal_states']:.1f}" for row in trained)
-        steps = ", ".join(str(s["metrics"][-1]["step"]) for s in seeds)
-        minutes = ", ".join(f"{s['minutes']:.0f}" for s in seeds)
-        lines.append(
-            f"| [{name}](results/{name}) | {seeds[0]['observation']} | {_values(trained, 'percent_of_optimal', 1)} "
-            f"| {' | '.join(percents)} "
-            f"| {np.mean([row['optimal_success'] for row in trained]):.4f} "
-            f"| {states} of {trained[0]['acting_states']:.1f} | {_right_by_action(seeds)} "
-            f"| {_first_wrong_steps(seeds)} | {steps} | {minutes} |"
+        trained, states, worst = _greedy(seeds)
+        sampled = [seed["policies"][SAMPLED] for seed in seeds if SAMPLED in seed["policies"]]
+        optimum = seeds[0]["policies"]["optimal"]
+        rows.append(
+            [
+                link_to(name, seeds),
+                len(seeds),
+                f"{values(trained, 'success_probability')} of {optimum['optimal_success']:.4f}",
+                f"{values(trained, 'success_at_horizon')} of {optimum['optimal_at_horizon']:.4f}",
+                values(sampled, "success_at_horizon") if sampled else "",
+                states,
+                each(seeds, lambda seed: f"{seed['minutes']:.1f}"),
+                worst,
+                made_by(seeds),
+            ]
         )
-    return "\n".join(lines)
+    for is_slippery in (True, False):
+        on_canonical_first = sorted(results.values(), key=lambda seeds: seeds[0]["study"] != CANONICAL)
+        seeds = next((seeds for seeds in on_canonical_first if seeds[0]["is_slippery"] is is_slippery), None)
+        rows += _baseline_rows(seeds[0]) if seeds else []
+    return markdown(headers, rows)
 
 
-def _right_by_action(seeds: list[dict]) -> str:
-    """Percent of the states with one optimal action, by that action, in which the trained policy takes it."""
-    found, right = Counter(), Counter()
-    for seed in seeds:
-        actions = seed["policies"]["trained, greedy"].get("actions")
-        if actions is None:  # older evaluations kept no actions
-            return ""
-        for rows, letters in zip(seed["maps"], actions, strict=True):
-            grid = tuple(rows.split("|"))
-            best_SA = optimal_actions(optimal_q(lake_mdp(grid, seed["is_slippery"]), AGREEMENT_GAMMA))
-            for state in acting_states(grid):
-                if best_SA[state].sum() == 1:
-                    best = ACTIONS[best_SA[state].argmax()]
-                    found[best] += 1
-                    right[best] += letters[state] == best[0]
-    return ", ".join(f"{100 * right[a] / found[a]:.0f} %" if found[a] else "none" for a in ACTIONS)
+def _baseline_rows(seed: dict) -> list[list[object]]:
+    """The policies beside which every result of the same lake stands. They are exact, and no seed changes them."""
+    ice = "slippery" if seed["is_slippery"] else "not slippery"
+    return [
+        [
+            f"*{name}, {ice}*",
+            "exact",
+            f"{row['success_probability']:.4f}",
+            f"{row['success_at_horizon']:.4f}",
+            "",
+            f"{row['optimal_states']:.0f} of {row['acting_states']:.0f}",
+            "",
+            "",
+            made_by([seed]),
+        ]
+        for name, row in seed["policies"].items()
+        if name.startswith((*REFERENCES, "untrained"))
+    ]
 
 
-def _first_wrong_steps(seeds: list[dict]) -> str:
-    """How many maps are lost, by what the first step that is not optimal leads into. On ice that is not slippery.
-
-    `edge`: the agent stays where it is; `dead end`: it cannot reach the goal without coming back; `detour`: it can.
-    """
-    lost = Counter()
-    for seed in seeds:
-        actions = seed["policies"]["trained, greedy"].get("actions")
-        if actions is None or seed["is_slippery"]:  # older evaluations kept no actions; with slip there is no one way
-            return ""
-        for rows, letters in zip(seed["maps"], actions, strict=True):
-            grid = tuple(rows.split("|"))
-            lake, cells = lake_mdp(grid, is_slippery=False), "".join(grid)
-            next_SA = lake.next_states_SAK[:, :, 0]
-            best_SA = optimal_actions(optimal_q(lake, AGREEMENT_GAMMA))
-            state, way, wrong = cells.index("S"), set(), None
-            while cells[state] not in "HG" and state not in way:
-                way.add(state)
-                action = next((a for a, name in enumerate(ACTIONS) if name[0] == letters[state]), None)
-                if action is None:
-                    wrong = wrong or "no answer"
-                    break
-                reached = int(next_SA[state, action])
-                if wrong is None and not best_SA[state, action]:
-                    wrong = _leads_into(grid, state, reached)
-                state = reached
-            if cells[state] != "G":
-                lost[wrong] += 1
-    return ", ".join(f"{kind} {count}" for kind, count in lost.most_common())
-
-
-def _leads_into(grid: Grid, left: int, reached: int) -> str:
-    row, column = divmod(reached, len(grid[0]))
-    if reached == left:
-        return "edge"
-    if grid[row][column] == "H":
-        return "hole"
-    return "detour" if leads_to_goal(grid, (row, column), without=divmod(left, len(grid[0]))) else "dead end"
+def ablations_section(results: Mapping[str, list[dict]]) -> str:
+    """What one change does, from this repository's configuration and from the original's: one value per seed."""
+    headers = [
+        "change", "success, no step limit", "optimal states", "optimum first reached at step", "steps",
+        "minutes", "worst seed", "date, commit",
+    ]  # fmt: skip
+    ablations = of_studies(results, ABLATIONS)
+    configs = dict.fromkeys([*ABLATED.values(), *(_config(seeds) for seeds in ablations.values())])
+    rows = []
+    for config in configs:
+        unchanged = [name for name, base in ABLATED.items() if base == config and name in results]
+        labels = {f"*{name}, unchanged*": results[name] for name in unchanged}
+        for name, seeds in ablations.items():
+            if _config(seeds) == config:
+                labels[link(f"`{_change(seeds[0]['command'])}`", ABLATIONS, name)] = seeds
+        for label, seeds in labels.items():
+            trained, states, worst = _greedy(seeds)
+            rows.append(
+                [
+                    label,
+                    values(trained, "success_probability"),
+                    states,
+                    each(seeds, lambda seed: _first_optimum(seed["metrics"])),
+                    each(seeds, last_step),
+                    each(seeds, lambda seed: f"{seed['minutes']:.0f}"),
+                    worst,
+                    made_by(seeds),
+                ]
+            )
+    return markdown(headers, rows)
 
 
-def _percent_of_optimal(seeds: list[dict], beginning: str) -> float:
-    """Mean over seeds. By the beginning of the name, for behind it stands which constant action, if maps share it."""
-    return np.mean(
-        [row["percent_of_optimal"] for s in seeds for name, row in s["policies"].items() if name.startswith(beginning)]
-    )
-
-
-def _config(command: list[str]) -> str | None:
+def _config(seeds: Sequence[dict]) -> str | None:
+    command = seeds[0]["command"]
     config = command[command.index("--config") + 1] if "--config" in command else None
     return None if config == DEFAULT_CONFIG else config
 
@@ -250,97 +406,254 @@ def _first_optimum(metrics: list[dict]) -> int | str:
     return next((m["step"] for m in metrics if m.get("policy/percent_of_optimal", 0) >= OPTIMAL_PERCENT), "never")
 
 
-def _values(rows: list[dict], key: str, decimals: int | None = None) -> str:
-    values = [row[key] for row in rows]
-    if decimals is None:
-        decimals = 4 if max(map(abs, values)) < 10 else 1  # probabilities, or returns of long episodes
-    return f"**{np.mean(values):.{decimals}f}** ({', '.join(f'{v:.{decimals}f}' for v in values)})"
+def maps_section(results: Mapping[str, list[dict]]) -> str:
+    """One row per result: policies on maps never seen in training, in percent of the optimum of the same maps."""
+    others = ("untrained", "shortest path", "best constant action", "uniform random")
+    headers = [
+        "result", "observation", "trained, percent of the optimum", *others, "success of the optimum",
+        "optimal states per map", f"right where only {', '.join(ACTIONS)} is optimal",
+        "maps lost, by their first wrong step", "steps", "minutes", "date, commit",
+    ]  # fmt: skip
+    rows = []
+    for name, seeds in results.items():
+        trained = [seed["policies"][TRAINED] for seed in seeds]
+        states = each(trained, lambda row: f"{row['optimal_states']:.1f}")
+        rows.append(
+            [
+                link_to(name, seeds),
+                seeds[0]["observation"],
+                values(trained, "percent_of_optimal", 1),
+                *(_percent_of_optimal(seeds, policy) for policy in others),
+                f"{np.mean([row['optimal_success'] for row in trained]):.4f}",
+                f"{states} of {trained[0]['acting_states']:.1f}",
+                _right_by_action(seeds),
+                _first_wrong_steps(seeds),
+                each(seeds, last_step),
+                each(seeds, lambda seed: f"{seed['minutes']:.0f}"),
+                made_by(seeds),
+            ]
+        )
+    return markdown(headers, rows)
 
 
-def searches_of(folder: Path) -> list[dict]:
-    """`evaluation.json` of the finished seeds of one policy search."""
-    return [
-        json.loads((seed / "evaluation.json").read_text()) | {"minutes": float((seed / "minutes.txt").read_text())}
-        for seed in seed_folders(folder)
-        if (seed / "evaluation.json").exists()
-    ]
+def _percent_of_optimal(seeds: Sequence[dict], beginning: str) -> str:
+    """The mean over those seeds that judged this policy, which need not be all."""
+    rows = [row for seed in seeds for name, row in seed["policies"].items() if name.startswith(beginning)]
+    return f"{np.mean([row['percent_of_optimal'] for row in rows]):.1f}" if rows else ""
 
 
-def search_table(trained: dict[str, list[dict]]) -> str:
+def _judged_maps(seed: dict) -> list[tuple[Grid, str]] | None:
+    """Each map and the trained greedy policy's action on it, one letter per state. None in older evaluations."""
+    letters = seed["policies"][TRAINED].get("actions")
+    if letters is None:
+        return None
+    return [(tuple(rows.split("|")), chosen) for rows, chosen in zip(seed["maps"], letters, strict=True)]
+
+
+@cache
+def _optimal_actions(grid: Grid, is_slippery: bool) -> np.ndarray:
+    """Kept, because all results on maps never seen share their maps."""
+    return optimal_actions(optimal_q(lake_mdp(grid, is_slippery), AGREEMENT_GAMMA))
+
+
+def _right_by_action(seeds: Sequence[dict]) -> str:
+    """Percent of the states with one optimal action, by that action, in which the trained policy takes it."""
+    found, right = Counter(), Counter()
+    for seed in seeds:
+        judged = _judged_maps(seed)
+        if judged is None:
+            return ""
+        for grid, chosen in judged:
+            best_SA = _optimal_actions(grid, seed["is_slippery"])
+            for state in acting_states(grid):
+                if best_SA[state].sum() == 1:
+                    best = ACTIONS[best_SA[state].argmax()]
+                    found[best] += 1
+                    right[best] += chosen[state] == best[0]
+    return each(ACTIONS, lambda action: f"{100 * right[action] / found[action]:.0f} %" if found[action] else "none")
+
+
+def _first_wrong_steps(seeds: Sequence[dict]) -> str:
+    """How many maps are lost, by what the first step that is not optimal leads into. On ice that is not slippery."""
+    lost = Counter()
+    for seed in seeds:
+        judged = _judged_maps(seed)
+        if judged is None or seed["is_slippery"]:  # with slip a policy takes no single way
+            return ""
+        reasons = (_reason_of_loss(grid, chosen) for grid, chosen in judged)
+        lost.update(reason for reason in reasons if reason)
+    return ", ".join(f"{kind} {count}" for kind, count in lost.most_common())
+
+
+def _reason_of_loss(grid: Grid, chosen: str) -> str | None:
+    """What the first step that is not optimal leads into; None where the goal is reached."""
+    lake, letters = lake_mdp(grid, is_slippery=False), "".join(grid)
+    best_SA = _optimal_actions(grid, is_slippery=False)
+    state, visited, reason = letters.index("S"), set(), None
+    while letters[state] not in "HG" and state not in visited:
+        visited.add(state)
+        action = next((a for a, name in enumerate(ACTIONS) if name[0] == chosen[state]), None)
+        if action is None:
+            return reason or "no answer"
+        reached = int(lake.next_states_SAK[state, action, 0])
+        if reason is None and not best_SA[state, action]:
+            reason = _leads_into(grid, state, reached)
+        state = reached
+    return None if letters[state] == "G" else reason
+
+
+def _leads_into(grid: Grid, left: int, reached: int) -> str:
+    """`edge`: the agent stays where it is; `dead end`: the goal is out of reach without a step back; `detour`: not."""
+    row, column = divmod(reached, len(grid[0]))
+    if reached == left:
+        return "edge"
+    if grid[row][column] == "H":
+        return "hole"
+    return "detour" if leads_to_goal(grid, (row, column), without=divmod(left, len(grid[0]))) else "dead end"
+
+
+def probe_section(file: Path) -> str:
+    """What a small network reaches that reads these parts of an observation."""
+    found = read_json(file)["percent_of_optimal"]
+    dynamics = list(next(iter(found.values())))
+    headers = ["a small network reads", *(f"{name}, percent of the optimum" for name in dynamics), "date, commit"]
+    rows = []
+    for label, percents in found.items():
+        scores = [values([{"percent": value} for value in percents[name]], "percent", 1) for name in dynamics]
+        rows.append([label, *scores, date_and_commit(made(file))])
+    return markdown(headers, rows)
+
+
+def search_section(searches: Mapping[str, list[dict]], trained: Mapping[str, list[dict]]) -> str:
     """In-context policy search beside its baselines at equal episodes, and beside GRPO on the same lake."""
-    lines = [
-        "| environment | policy | seeds | return within the limit | episodes | minutes | |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for folder in sorted(RESULTS.glob("props_*")):
-        seeds = searches_of(folder)
-        if not seeds:
-            continue
-        env_id, searched = seeds[0]["env_id"], seeds[0]["searched"]
-        for name in (row["policy"] for row in seeds[0]["policies"]):
-            rows = [next(row for row in seed["policies"] if row["policy"] == name) for seed in seeds]
-            episodes = ", ".join(str(row["episodes"]) for row in rows if row["episodes"] is not None)
-            is_searched = name == searched
-            minutes = ", ".join(f"{seed['minutes']:.1f}" for seed in seeds) if is_searched else ""
-            note = f"[{folder.name}](results/{folder.name})" if is_searched else ""
-            lines.append(
-                f"| {env_id} | {name} | {len(seeds)} | {_values(rows, 'value')} | {episodes} | {minutes} | {note} |"
-            )
-        if env_id == "FrozenLake-v1" and "canonical_slippery" in trained:
-            runs = trained["canonical_slippery"]
-            greedy = [run["policies"]["trained, greedy"] for run in runs]
-            minutes = ", ".join(f"{run['minutes']:.1f}" for run in runs)
-            lines.append(
-                f"| {env_id} | GRPO, objective expected | {len(runs)} | {_values(greedy, 'success_at_horizon')} "
-                f"| none: the expert's Q | {minutes} | [canonical_slippery](results/canonical_slippery) |"
-            )
-        for name, value in seeds[0]["published"].items():
-            who = "GPT-4o, " if name.startswith("ProPS") else ""
-            lines.append(f"| {env_id} | *{name}, published* | 10 | *{value}* | 8,000 | | {who}arXiv 2511.21928 |")
-    return "\n".join(lines)
+    headers = (
+        "environment", "policy", "seeds", "return within the limit", "episodes", "minutes", "result or source",
+        "date, commit",
+    )  # fmt: skip
+    rows = []
+    for name, seeds in searches.items():
+        env_id = seeds[0]["env_id"]
+        for policy in (row["policy"] for row in seeds[0]["policies"]):
+            found = [next(row for row in seed["policies"] if row["policy"] == policy) for seed in seeds]
+            episodes = ", ".join(str(row["episodes"]) for row in found if row["episodes"] is not None)
+            is_searched = policy == seeds[0]["searched"]
+            minutes = each(seeds, lambda seed: f"{seed['minutes']:.1f}") if is_searched else ""
+            source = link(name, SEARCH, name) if is_searched else ""
+            score = values(found, "value")
+            rows.append([env_id, policy, len(seeds), score, episodes, minutes, source, made_by(seeds)])
+        if env_id == "FrozenLake-v1" and SUMMARY_LAKE in trained:
+            runs = trained[SUMMARY_LAKE]
+            score = values([run["policies"][TRAINED] for run in runs], "success_at_horizon")
+            minutes = each(runs, lambda run: f"{run['minutes']:.1f}")
+            source = link_to(SUMMARY_LAKE, runs)
+            row = [env_id, "GRPO, objective expected", len(runs), score, "none: the expert's Q", minutes, source]
+            rows.append([*row, made_by(runs)])
+        for policy, value in seeds[0]["published"].items():
+            who = "GPT-4o, " if policy.startswith("ProPS") else ""
+            source = f"{who}arXiv 2511.21928"
+            rows.append([env_id, f"*{policy}, published*", 10, f"*{value}*", "8,000", "", source, ""])
+    return markdown(headers, rows)
 
 
-def speed_table() -> str:
-    """results/step_time/*.json, one row a benchmark: seconds a step of TRL's path and of this one, parts, ratio."""
-    lines = [
-        "| benchmark | path | s a step | sampling | training pass | rest | tokens computed | peak GB |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for path in sorted((RESULTS / "step_time").glob("*.json")):
-        content = json.loads(path.read_text())
-        for name, m in content["medians"].items():
-            lines.append(
-                f"| [{path.stem}](results/step_time/{path.name}) | {name} | {m['seconds']:.1f} | {m['sampling']:.1f} "
-                f"| {m['training_pass']:.1f} | {m['rest']:.1f} | {m['tokens']:.0f} "
-                f"| {content['peak_memory_gb'][name]:.2f} |"
-            )
+def speed_section() -> str:
+    """speed/step_time/*.json: seconds per step of TRL's path and of this one, their parts, and the ratio."""
+    headers = (
+        "benchmark", "path", "seconds per step", "sampling", "training pass", "rest", "tokens computed",
+        "peak memory, GB", "date, commit",
+    )  # fmt: skip
+    rows = []
+    for file in sorted((RESULTS / SPEED / "step_time").glob("*.json")):
+        content, when = read_json(file), date_and_commit(made(file))
+        label = link(file.stem, SPEED, "step_time", file.name)
+        for path, m in content["medians"].items():
+            seconds = [f"{m[key]:.1f}" for key in ("seconds", "sampling", "training_pass", "rest")]
+            memory = f"{content['peak_memory_gb'][path]:.2f}"
+            rows.append([label, path, *seconds, f"{m['tokens']:.0f}", memory, when])
         ratios = [a["seconds"] / b["seconds"] for a, b in zip(*content["rounds"].values(), strict=True)]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} rounds"
-        lines.append(f"| | **stock / packed: {np.median(ratios):.2f}** ({spread}), {content['device']} | | | | | | |")
-    return "\n".join(lines)
+        ratio = f"**stock / packed: {np.median(ratios):.2f}** ({spread}), {content['device']}"
+        rows.append([label, ratio, *[""] * 6, when])
+    return markdown(headers, rows)
 
 
-def probe_table(path: Path) -> str:
-    """What a small network reaches that reads these parts of an observation."""
-    found = json.loads(path.read_text())["percent_of_optimal"]
-    dynamics = list(next(iter(found.values())))
-    lines = [f"| a small network reads | {', percent of optimal | '.join(dynamics)}, percent of optimal |"]
-    lines.append("|" + "---|" * (1 + len(dynamics)))
-    for label, percents in found.items():
-        values = [_values([{"percent": value} for value in percents[name]], "percent", 1) for name in dynamics]
-        lines.append(f"| {label} | {' | '.join(values)} |")
-    return "\n".join(lines)
+def all_sections(results: Mapping[str, list[dict]]) -> dict[str, str]:
+    """Section -> its table. Sections without results are left out."""
+    folders = sorted(folder for folder in (RESULTS / SEARCH).glob("*") if folder.is_dir())
+    searches = {folder.name: seeds for folder in folders if (seeds := searches_of(folder))}
+    on_maps = of_studies(results, MAPS)
+    observations = {name: seeds for name, seeds in on_maps.items() if name.startswith(OBSERVATION)}
+    maps = {name: seeds for name, seeds in on_maps.items() if name not in observations}
+    unchanged = {name: seeds for name, seeds in maps.items() if name == OBSERVED}
+    on_one_lake = of_studies(results, CANONICAL, ORIGINAL)
+    sections = {
+        "summary": summary_section(results, searches) if on_one_lake else None,
+        "results": results_section(on_one_lake) if on_one_lake else None,
+        "ablations": ablations_section(results) if of_studies(results, ABLATIONS) else None,
+        "maps": maps_section(maps) if maps else None,
+        "observations": maps_section(unchanged | observations) if observations else None,
+        "search": search_section(searches, results) if searches else None,
+    }
+    probe = RESULTS / MAPS / "observation_probe" / "observation_probe.json"
+    if probe.exists():
+        sections["probe"] = probe_section(probe)
+    if (RESULTS / SPEED / "step_time").exists():
+        sections["speed"] = speed_section()
+    return {name: section for name, section in sections.items() if section is not None}
+
+
+# Writing ----------------------------------------------------------------------------------------------------------
+
+
+def documents() -> dict[Path, str]:
+    """README.md and docs/*.md, with their texts."""
+    files = [file for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if file.exists()]
+    return {file: file.read_text(encoding="utf-8") for file in files}
+
+
+def marked(text: str) -> list[str]:
+    """The sections that have a place in a text."""
+    return re.findall("^" + BEGIN.format(name=r"(\w+)") + "$", text, re.MULTILINE)
+
+
+def with_section(text: str, name: str, section: str, file: Path) -> str:
+    """`text` with `section` between the markers of `name`, and its links as they go from the folder of `file`."""
+    begin, end = (marker.format(name=name) for marker in (BEGIN, END))
+    if not re.search(f"(?s){re.escape(begin)}.*?{re.escape(end)}", text):
+        raise InputError(f"{shown(file)}: no line {end!r} behind {begin!r}; put it where the section ends")
+    to_root = os.path.relpath(ROOT, file.parent)
+    linked = section if to_root == "." else section.replace("](results/", f"]({to_root}/results/")
+    return re.sub(f"(?s){re.escape(begin)}.*?{re.escape(end)}", lambda _: f"{begin}\n{linked}\n{end}", text)
+
+
+def with_sections(texts: Mapping[Path, str], sections: Mapping[str, str]) -> dict[Path, str]:
+    """The texts with every section written wherever it has a place.
+
+    `InputError` for a section without a place, and for a place whose section is unknown.
+    """
+    written = dict(texts)
+    for file, text in texts.items():
+        for name in marked(text):
+            if name not in SECTIONS:
+                raise InputError(f"{shown(file)}: section {name!r}: expected one of {', '.join(SECTIONS)}")
+            if name in sections:
+                written[file] = with_section(written[file], name, sections[name], file)
+    homeless = [name for name in sections if not any(name in marked(text) for text in texts.values())]
+    if homeless:
+        begin, end = (marker.format(name=homeless[0]) for marker in (BEGIN, END))
+        raise InputError(
+            f"section {homeless[0]!r}: has no place; put the lines {begin!r} and {end!r} into README.md or docs/*.md"
+        )
+    return written
 
 
 def write_curves(
-    results: dict[str, list[dict]], path: Path, quantity: str = "success_probability",
+    results: Mapping[str, list[dict]], file: Path, title: str, quantity: str = "success_probability",
     y_label: str = "exact success probability, no step limit",
 ) -> None:  # fmt: skip
-    """A figure of the greedy policy against minutes of GRPO, one line a seed; nothing where there are no results.
+    """A picture of the greedy policy against minutes of GRPO, one line per seed; none where there are no results.
 
-    `results` by the label that they are to have.
-
-    Horizontal lines are those baselines that are the same for all of them, but for 1 % of the highest.
+    `results` by their label in the picture. Horizontal lines are those references that are the same for all of them,
+    within 1 % of the highest.
     """
     curves, lines = {}, {}
     for label, seeds in results.items():
@@ -349,63 +662,61 @@ def write_curves(
             points = [m for m in seed["metrics"] if m.get(f"policy/{quantity}") is not None]
             found.append(([m["seconds"] / 60 for m in points], [m[f"policy/{quantity}"] for m in points]))
             for policy, row in seed["policies"].items():
-                if policy.startswith(BASELINES):
+                if policy.startswith(REFERENCES):
                     lines.setdefault(policy, []).append(row[quantity])
     if curves:
-        apart = 0.01 * max(max(values) for values in lines.values())
-        same = {policy: values[0] for policy, values in lines.items() if np.ptp(values) <= apart}
-        curves_figure(curves, same, "minutes of GRPO, CPU", y_label).savefig(path, dpi=130)
+        apart = 0.01 * max(max(found) for found in lines.values())
+        same = {policy: found[0] for policy, found in lines.items() if np.ptp(found) <= apart}
+        figure = curves_figure(curves, same, "minutes of GRPO, CPU", y_label, title)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(file, dpi=130)
 
 
-def with_section(text: str, name: str, table: str) -> str:
-    """`text` with `table` between the markers of section `name`."""
-    begin, end = (marker.format(name=name) for marker in MARKERS)
-    if begin not in text or end not in text:
-        raise SystemExit(f"error: README.md: no line {begin!r} followed by {end!r}; put both where the table goes")
-    return re.sub(f"(?s){re.escape(begin)}.*?{re.escape(end)}", lambda _: f"{begin}\n{table}\n{end}", text)
+def write_pictures(results: Mapping[str, list[dict]]) -> None:
+    pictures = ROOT / "docs" / "pictures"
+    on_one_lake = {label: results[name] for name, label in CURVES.items() if name in results}
+    write_curves(on_one_lake, pictures / "learning_curves.png", "Success on the canonical slippery lake while training")
+    for is_slippery, name in ((False, "random_maps_dry"), (True, "random_maps_slippery")):
+        on_maps = {
+            name: seeds
+            for name, seeds in of_studies(results, MAPS).items()
+            if not name.startswith(OBSERVATION) and seeds[0]["is_slippery"] == is_slippery
+        }
+        title = f"Maps never seen in training, {'slippery' if is_slippery else 'not slippery'}"
+        write_curves(on_maps, pictures / f"{name}.png", title, "percent_of_optimal", "percent of the optimum")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+class Parser(argparse.ArgumentParser):
+    """Its errors are an `InputError` of one line, without the usage."""
+
+    def error(self, message: str):
+        raise InputError(f"{message}; see --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit code 1 where README.md is out of date"
+        "--check", action="store_true", help="change nothing; exit code 1 where a section is out of date"
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     results = training_results()
     if not results:
-        print("results/: no folder with finished seeds yet; results/run.py makes one", file=sys.stderr)
-        return 2
-    ablations = {name: seeds for name, seeds in results.items() if name.startswith(ABLATION)}
-    maps = {name: seeds for name, seeds in results.items() if name.startswith(MAPS)}
-    observations = {name: seeds for name, seeds in results.items() if name.startswith(OBSERVATIONS)}
-    reported = {name: seeds for name, seeds in results.items() if name not in (*ablations, *maps, *observations)}
-    sections = {"results": training_table(reported), "speed": speed_table(), "search": search_table(results)}
-    probe = RESULTS / "observation_probe" / "observation_probe.json"
-    if probe.exists():
-        sections["probe"] = probe_table(probe)
-    if ablations:
-        sections["ablations"] = ablation_table(results)
-    if maps:
-        sections["maps"] = maps_table(maps)
-    if observations:
-        unchanged = {name: seeds for name, seeds in maps.items() if name == OBSERVED}
-        sections["observations"] = maps_table(unchanged | observations)
-    readme = ROOT / "README.md"
-    text = new = readme.read_text()
-    for name, table in sections.items():
-        new = with_section(new, name, table)
+        raise InputError("results/: holds no finished seeds yet; results/run.py makes them")
+    for study in sorted(folder.name for folder in RESULTS.iterdir() if folder.is_dir() and folder.name[0] != "_"):
+        if study not in (*TRAINING, SEARCH, SPEED):
+            print(f"results/{study}: no section shows this study", file=sys.stderr)
+    texts = documents()
+    written = with_sections(texts, all_sections(results))
+    changed = [shown(file) for file in texts if written[file] != texts[file]]
     if arguments.check:
-        print("README.md is what results/ says" if new == text else "README.md is out of date: python report.py")
-        return int(new != text)
-    readme.write_text(new)
-    shown = {label: results[name] for name, label in CURVES.items() if name in results}
-    write_curves(shown, RESULTS / "learning_curves.png")
-    for is_slippery, file in MAP_CURVES.items():
-        shown = {n.replace("_", " "): seeds for n, seeds in maps.items() if seeds[0]["is_slippery"] == is_slippery}
-        write_curves(shown, RESULTS / file, "percent_of_optimal", "percent of optimal")
-    print(f"README.md written from {len(results)} results")
+        print(f"out of date: {', '.join(changed)}; run python report.py" if changed else "up to date with results/")
+        return int(bool(changed))
+    for file, text in written.items():
+        file.write_text(text, encoding="utf-8")
+    print(f"written from {len(results)} results: {', '.join(changed) or 'no change'}; now the pictures", flush=True)
+    write_pictures(results)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

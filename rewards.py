@@ -1,5 +1,7 @@
 """Completions and the expert's Q-values of their state -> rewards. Pure functions with TRL's contract.
 
+Axes: P states (one per prompt), A actions.
+
 The original's reward of the actions, which the defaults reproduce:
 
     combined = (format + advantage) / 2,      format in {0, 1}
@@ -16,17 +18,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llm_policy.completions import completion_text, parse_completion
+from llm_policy.completions import action_index, completion_text, parse_completion
+from llm_policy.environments.frozen_lake import ACTIONS
+from llm_policy.environments.mdp import OPTIMAL_TOLERANCE, optimal_actions
 from llm_policy.errors import InputError
-from llm_policy.environments.mdp import optimal_actions
-
-OPTIMAL_TOLERANCE = 1e-6  # Q-values in a CSV are rounded: actions this close to the best are all optimal
 
 Reward = Callable[..., list[float]]
 
 
 def _minmax_PA(q_values_PA: np.ndarray) -> np.ndarray:
-    """(Q - Q_min) / (Q_max - Q_min); 1 for every action where all Q-values are equal, for then each is optimal."""
+    """(Q - Q_min) / (Q_max - Q_min); 1 for every action where all Q-values are equal, because then each is optimal."""
     span_P1 = np.ptp(q_values_PA, axis=1, keepdims=True)
     above_worst_PA = q_values_PA - q_values_PA.min(axis=1, keepdims=True)
     differ_P1 = span_P1 > OPTIMAL_TOLERANCE  # without it the last decimal of equal values would become 0 and 1
@@ -50,7 +51,7 @@ REWARD_SHAPES = {"minmax": _minmax_PA, "gap": _gap_PA, "rank": _rank_PA}
 
 
 @dataclass(frozen=True)
-class AdvantageReward:
+class RewardShaping:
     """How the Q-values of a state become rewards for its actions.
 
     Attributes:
@@ -71,11 +72,11 @@ class AdvantageReward:
         """Reward of every action. Q-values of P states -> array (P, A), in [0, 1] or [0, 1 + optimal_bonus]."""
         q_values_PA = np.asarray(q_values_PA, dtype=float)
         rewards_PA = REWARD_SHAPES[self.shape](q_values_PA)
-        rewards_PA = rewards_PA + self.optimal_bonus * optimal_actions(q_values_PA, OPTIMAL_TOLERANCE)
+        rewards_PA = rewards_PA + self.optimal_bonus * optimal_actions(q_values_PA)
         return np.minimum(rewards_PA, 1.0) if self.cap_bonus else rewards_PA
 
 
-ORIGINAL_REWARD = AdvantageReward()
+ORIGINAL_SHAPING = RewardShaping()
 
 
 def format_reward(completions: Sequence, **_) -> list[float]:
@@ -87,51 +88,80 @@ def format_reward(completions: Sequence, **_) -> list[float]:
 
 
 def advantage_reward(
-    completions: Sequence, q_values: Sequence[Sequence[float]], scale: AdvantageReward = ORIGINAL_REWARD, **_
+    completions: Sequence,
+    q_values: Sequence[Sequence[float]],
+    shaping: RewardShaping = ORIGINAL_SHAPING,
+    actions: Sequence[str] = ACTIONS,
+    **_,
 ) -> list[float]:
-    """Scaled Q-value of the chosen action; 0.0 where no action can be read.
+    """Shaped Q-value of the chosen action; 0.0 where no action can be read.
 
     With `q_values` [0.2, 0.4, 0.6, 0.1] an answer of RIGHT (the best) earns 1.0, LEFT (0.2 - 0.1) / (0.6 - 0.1) = 0.2.
+
+    Args:
+        actions: their names, in the order of `q_values`.
     """
     if len(completions) == 0:
         return []
-    actions = [parse_completion(completion_text(completion)).action for completion in completions]
-    rewards_PA = scale.of_actions(q_values)
-    return [0.0 if a is None else float(rewards_A[a]) for a, rewards_A in zip(actions, rewards_PA, strict=True)]
+    answers = [parse_completion(completion_text(completion)).answer for completion in completions]
+    rewards_PA = shaping.of_actions(q_values)
+    chosen = [action_index(answer, actions) for answer in answers]
+    return [0.0 if a is None else float(rewards_A[a]) for a, rewards_A in zip(chosen, rewards_PA, strict=True)]
 
 
 def combined_reward(
-    completions: Sequence, q_values: Sequence[Sequence[float]], scale: AdvantageReward = ORIGINAL_REWARD, **_
+    completions: Sequence,
+    q_values: Sequence[Sequence[float]],
+    shaping: RewardShaping = ORIGINAL_SHAPING,
+    actions: Sequence[str] = ACTIONS,
+    **_,
 ) -> list[float]:
     """Mean of `format_reward` and `advantage_reward`: what GRPO maximises.
 
     With `q_values` [0.2, 0.4, 0.6, 0.1], `<think>go</think><answer>LEFT</answer>` earns (1 + 0.2) / 2 = 0.6 and
     `<answer>RIGHT</answer>` without a thought (0 + 1) / 2 = 0.5.
     """
-    pairs = zip(format_reward(completions), advantage_reward(completions, q_values, scale), strict=True)
-    return [(form + advantage) / 2 for form, advantage in pairs]
+    advantages = advantage_reward(completions, q_values, shaping, actions)
+    return [(form + advantage) / 2 for form, advantage in zip(format_reward(completions), advantages, strict=True)]
+
+
+@dataclass(frozen=True)
+class RewardPart:
+    """A reward function, and what it pays a well-formed completion: a function of the advantage of its action."""
+
+    function: Reward
+    of_well_formed: Callable[[np.ndarray], np.ndarray]
+
+
+# What is logged, in this order; `reward_weights` says what is learnt, by default the first. A further reward is one
+# function and one entry.
+REWARD_PARTS = (
+    RewardPart(combined_reward, lambda advantages_PA: (1.0 + advantages_PA) / 2),
+    RewardPart(format_reward, np.ones_like),
+    RewardPart(advantage_reward, lambda advantages_PA: advantages_PA),
+)
 
 
 def well_formed_rewards(
-    q_values: Sequence[Sequence[float]], scale: AdvantageReward, weights: Sequence[float]
+    q_values: Sequence[Sequence[float]], shaping: RewardShaping, weights: Sequence[float]
 ) -> np.ndarray:
-    """What a well-formed completion earns for each action, (P, A): the sum of `reward_functions` under `weights`.
+    """What a well-formed completion earns for each action, (P, A): the sum of `REWARD_PARTS` under `weights`.
 
     With `q_values` [[0.2, 0.4, 0.6, 0.1]] and weights (1, 0, 0), the combined reward alone: [[0.6, 0.8, 1.0, 0.5]].
     """
-    advantages_PA = scale.of_actions(q_values)
-    combined, form, advantage = weights
-    return combined * (1.0 + advantages_PA) / 2 + form + advantage * advantages_PA
+    advantages_PA = shaping.of_actions(q_values)
+    parts = zip(weights, REWARD_PARTS, strict=True)
+    return sum((weight * part.of_well_formed(advantages_PA) for weight, part in parts), np.zeros_like(advantages_PA))
 
 
-def reward_functions(scale: AdvantageReward) -> list[Reward]:
-    """The three rewards with `scale` bound, under the names that TRL logs: combined, format, advantage."""
+def reward_functions(shaping: RewardShaping, actions: Sequence[str] = ACTIONS) -> list[Reward]:
+    """The functions of `REWARD_PARTS` with `shaping` and `actions` bound, under the names that TRL logs."""
 
     def bind(reward: Reward) -> Reward:
         def bound(completions: Sequence, **columns) -> list[float]:
-            return reward(completions, **{**columns, "scale": scale})
+            return reward(completions, **{**columns, "shaping": shaping, "actions": actions})
 
         bound.__name__ = reward.__name__
         return bound
 
-    return [bind(combined_reward), bind(format_reward), bind(advantage_reward)]
+    return [bind(part.function) for part in REWARD_PARTS]

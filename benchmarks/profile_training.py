@@ -1,11 +1,11 @@
 """Where the minutes of `make train` go, and how far they are from what the matrix products alone would cost.
 
     python benchmarks/profile_training.py                                   # about three minutes on two CPU cores
-    python benchmarks/profile_training.py --output results/profile/profile.json
+    python benchmarks/profile_training.py --output results/speed/profile/profile.json
 
-Each phase of a run is timed on its own, the step is split into sampling, training pass and rest, and its operations
-are listed by their own time. Floor: floating-point operations of matrix products and attention (torch's
-FlopCounterMode) over the rate that this machine reaches on one large bfloat16 product.
+Each phase of a run is timed on its own. The step is split into sampling, training pass and rest, and its operations are
+listed by their own time. The floor is the floating-point operations of matrix products and attention (torch's
+FlopCounterMode), divided by the rate that this machine reaches on one large bfloat16 product.
 """
 
 import argparse
@@ -16,7 +16,13 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from llm_policy.startup import announce
+
+announce(
+    __name__,
+    "PyTorch, Transformers and TRL. Then each phase of a training run is timed, about three minutes on two CPU cores",
+)
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -25,13 +31,19 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, acting_states
-from llm_policy.models import EMBEDDED_MODEL, ROOT, load_model, load_tokenizer
 from llm_policy.environments.policy_table import PolicyReader
+from llm_policy.errors import run_script
 from llm_policy.grpo.warm_start import teach_format
+from llm_policy.hardware import processor_name
+from llm_policy.models import EMBEDDED_MODEL, ROOT, load_model, load_tokenizer
 
 WARM_START_STEPS, GRPO_STEPS, EVALUATIONS = 5, 30, 7  # of a run of configs/laptop.yaml that learns in 30 steps
 WARM_START_PROMPTS = 6
 TOP_OPERATIONS = 12
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
 
 
 def seconds(function) -> float:
@@ -41,7 +53,7 @@ def seconds(function) -> float:
 
 
 def matrix_product_rate() -> float:
-    """Floating-point operations a second of a bfloat16 product of 2048 x 2048 matrices; the best of five."""
+    """Floating-point operations per second of a bfloat16 product of 2048 x 2048 matrices; the best of five."""
     a, b = torch.randn(2, 2048, 2048, dtype=torch.bfloat16)
     torch.mm(a, b)
     return 2 * 2048**3 / min(seconds(lambda: torch.mm(a, b)) for _ in range(5))
@@ -52,12 +64,13 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=11)
     parser.add_argument("--group", type=int, default=2)
     parser.add_argument("--completion_tokens", type=int, default=32, help="at most")
-    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches a step")
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--output", help="JSON file for the figures")
     arguments = parser.parse_args()
     arguments.gemma_2b, arguments.taught = False, True
 
     phases = {}  # name -> (seconds once, times in a run)
+    say("timing the imports of train_script.py and the loading of the model ...")
     imports = [sys.executable, "-c", "import train_script"]
     phases["imports"] = (seconds(lambda: subprocess.run(imports, cwd=ROOT, check=True)), 1)
     phases["loading the model"] = (seconds(lambda: load_model(EMBEDDED_MODEL)), 2)  # again to join the adapters
@@ -67,22 +80,27 @@ def main() -> None:
     cells = [(grid, state) for state in acting_states(grid)]
     reader = PolicyReader(tokenizer, is_slippery=True, max_completion_tokens=32)
     student = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+    say(f"timing {WARM_START_STEPS} steps of the warm start, with its check ...")
     options = {"prompts_per_step": WARM_START_PROMPTS, "learning_rate": 1e-3, "threshold": 2.0, "seed": 0}
     warm_start = seconds(lambda: teach_format(student, tokenizer, reader, cells, max_steps=WARM_START_STEPS, **options))
     phases["warm start, with its check"] = (warm_start, 1)
+    say("timing the evaluations ...")
     reader.policies(student, [grid])
     phases["evaluation, greedy"] = (seconds(lambda: reader.policies(student, [grid])), EVALUATIONS)
     phases["evaluation, 8 samples a state"] = (seconds(lambda: reader.policies(student, [grid], 8)), 1)
 
     with tempfile.TemporaryDirectory() as folder:
+        say("teaching the answer format to the model whose steps are timed ...")
         trainer = build("packed", arguments, folder)
         meter = Meter(trainer)
+        say("timing three training steps, after a warm-up step ...")
         one_step(trainer, meter)  # first use of every kernel
         steps = [one_step(trainer, meter) for _ in range(3)]
         step = min(steps, key=lambda figures: figures["seconds"])
         for part in ("sampling", "training_pass", "rest"):
             phases[f"step: {part.replace('_', ' ')}"] = (step[part], GRPO_STEPS)
         rate = matrix_product_rate()
+        say("counting the operations of one step, and timing each in another ...")
         with FlopCounterMode(display=False) as counter:
             one_step(trainer, meter)
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
@@ -111,6 +129,7 @@ def main() -> None:
     if arguments.output:
         content = {
             "device": f"{torch.get_num_threads()} CPU threads",
+            "processor": processor_name(),
             "torch": torch.__version__,
             "phases": {name: {"seconds": once, "times": times} for name, (once, times) in phases.items()},
             "step_tflop": teraflop,
@@ -124,4 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

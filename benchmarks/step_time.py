@@ -1,14 +1,14 @@
 """Seconds, tokens and memory of one GRPO step: TRL's stock path beside this project's, alternating in one run.
 
-    python benchmarks/step_time.py                                            # embedded model, 11 prompts x 8, CPU
-    python benchmarks/step_time.py --taught                                   # after the warm start, as in training
+    python benchmarks/step_time.py                                       # embedded model, 11 prompts x 8: 12 minutes
+    python benchmarks/step_time.py --taught                              # after the warm start, as in training
     python benchmarks/step_time.py --group 16 --completion_tokens 128 --rounds 5
-    python benchmarks/step_time.py --gemma_2b --prompts 1 --group 16          # GPU: Gemma-2B's shape, random weights
+    python benchmarks/step_time.py --gemma_2b --prompts 1 --group 16     # GPU: Gemma-2B's shape, random weights
 
 Same model, prompts, objective (`grpo`), completion lengths and rewards (random, so that every group has variance).
-Without `--taught` completions are the untrained model's, of one length and with nothing in common: what each path does
-with free text. With it they are what training samples after the warm start: one sentence, then the action.
-Memory is taken in a process of its own for each path, for the allocator gives nothing back to the other.
+Without `--taught` the untrained model writes completions of one length that have nothing in common: free text. With
+`--taught` completions are what training samples after the warm start: one sentence, then the action. The memory of each
+path is measured in a process of its own, because the allocator returns nothing to the other.
 """
 
 import argparse
@@ -20,7 +20,14 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from llm_policy.startup import announce
+
+announce(
+    __name__,
+    "PyTorch, Transformers and TRL. Then TRL's own step and this project's are timed in turn, "
+    "about 12 minutes with the default options on two CPU cores",
+)
 
 import numpy as np
 import torch
@@ -30,10 +37,12 @@ from transformers import AutoModelForCausalLM, GemmaConfig, PrinterCallback, set
 from trl import GRPOConfig
 
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, acting_states
-from llm_policy.grpo.trainer import PolicyTrainer
-from llm_policy.models import EMBEDDED_MODEL, load_model, load_tokenizer
 from llm_policy.environments.policy_table import PolicyReader
+from llm_policy.errors import run_script
+from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.grpo.warm_start import teach_format
+from llm_policy.hardware import processor_name
+from llm_policy.models import EMBEDDED_MODEL, load_model, load_tokenizer
 from prompts import fit_to_template, policy_messages
 
 PATHS = {"stock TRL": False, "packed": True}
@@ -154,6 +163,7 @@ def one_step(trainer: PolicyTrainer, meter: Meter) -> dict[str, float]:
 
 def peak_memory_gb(path: str) -> float:
     """Peak memory of a fresh process that takes one step on `path`."""
+    print(f"measuring peak memory of {path} in a process of its own ...", flush=True)
     command = [sys.executable, __file__, *sys.argv[1:], "--only", path]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return float(output.strip().splitlines()[-1])
@@ -163,9 +173,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=11)
     parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--completion_tokens", type=int, default=24, help="with --taught: at most so many")
-    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches a step")
-    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each path, after one to warm up")
+    parser.add_argument("--completion_tokens", type=int, default=24, help="with --taught: at most this many")
+    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches per step")
+    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each path, after a warm-up step")
     parser.add_argument("--gemma_2b", action="store_true", help="Gemma-2B's architecture, random weights")
     parser.add_argument("--taught", action="store_true", help="teach the answer format first, then sample freely")
     parser.add_argument("--output", help="JSON file for the figures")
@@ -180,15 +190,20 @@ def main() -> None:
             print(peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
             return
         memory = {path: peak_memory_gb(path) for path in PATHS}
-        trainers = {path: build(path, arguments, folder) for path in PATHS}
+        trainers = {}
+        for path in PATHS:
+            print(f"building the trainer of {path} ...", flush=True)
+            trainers[path] = build(path, arguments, folder)
         meters = {path: Meter(trainer) for path, trainer in trainers.items()}
         rounds: dict[str, list[dict[str, float]]] = {path: [] for path in PATHS}
         for round_number in range(arguments.rounds + 1):
             for path in PATHS:
+                name = f"round {round_number} of {arguments.rounds}" if round_number else "warm-up round, not counted"
+                print(f"{name}, {path}: ", end="", flush=True)
                 figures = one_step(trainers[path], meters[path])
+                print(f"{figures['seconds']:.1f} s", flush=True)
                 if round_number:
                     rounds[path].append(figures)
-                    print(f"round {round_number} {path}: {figures['seconds']:.1f} s", flush=True)
 
     medians = {path: {k: float(np.median([r[k] for r in rounds[path]])) for k in rounds[path][0]} for path in PATHS}
     print(f"\n{'':16}{'s/step':>9}{'sampling':>10}{'training':>10}{'rest':>8}{'tokens':>9}{'peak GB':>9}")
@@ -201,12 +216,14 @@ def main() -> None:
     spread = f"from {min(ratios):.2f} to {max(ratios):.2f}"
     print(f"stock / packed, median of {len(ratios)} rounds: {np.median(ratios):.2f} ({spread})")
     if arguments.output:
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
-        content = {"command": sys.argv[1:], "device": device, "torch": torch.__version__, "rounds": rounds,
-                   "medians": medians, "peak_memory_gb": memory, "ratio": float(np.median(ratios))}  # fmt: skip
+        on_gpu = torch.cuda.is_available()
+        device = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} CPU threads"
+        content = {"command": sys.argv[1:], "device": device, "processor": processor_name(on_gpu),
+                   "torch": torch.__version__, "rounds": rounds, "medians": medians, "peak_memory_gb": memory,
+                   "ratio": float(np.median(ratios))}  # fmt: skip
         Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
         Path(arguments.output).write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

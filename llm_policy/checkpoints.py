@@ -6,16 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from safetensors import SafetensorError
+from transformers.trainer import TRAINER_STATE_NAME
 
-from llm_policy.errors import InputError
+from llm_policy.errors import WRITE_ERRORS, InputError, writing
 
 COMPLETE_MARK = "COMPLETE"
-# What a disk that refuses says, through torch and safetensors, too
-DISK_WORDS = (
-    "No space left", "Disk quota exceeded", "Read-only file system", "PytorchStreamWriter failed writing",
-    "inline_container.cc",
-)  # fmt: skip
 
 
 @contextmanager
@@ -25,19 +20,15 @@ def written_whole(checkpoint: Path) -> Iterator[None]:
     `InputError` where the disk refuses (full, read-only, no permission); the checkpoints before it stay.
     """
     (checkpoint / COMPLETE_MARK).unlink(missing_ok=True)
-    try:
-        yield
-        (checkpoint / COMPLETE_MARK).touch()
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap a full disk in their own
-        shutil.rmtree(checkpoint, ignore_errors=True)
-        if isinstance(error, RuntimeError) and not any(words in str(error) for words in DISK_WORDS):
-            raise  # out of GPU memory, say
-        kept = latest_checkpoint(checkpoint.parent)
-        survivor = f"{kept.name} survives" if kept else "there is no earlier one"
-        raise InputError(
-            f"{checkpoint}: could not be written ({' '.join(str(error).split())}); {survivor}. "
-            "Free disk space, then --resume_from_checkpoint auto"
-        ) from error
+    kept = latest_checkpoint(checkpoint.parent)
+    survivor = f"{kept.name} survives" if kept else "there is no earlier one"
+    with writing(checkpoint, f"{survivor}. Free disk space, then --resume_from_checkpoint auto"):
+        try:
+            yield
+            (checkpoint / COMPLETE_MARK).touch()
+        except WRITE_ERRORS:
+            shutil.rmtree(checkpoint, ignore_errors=True)
+            raise
 
 
 def latest_checkpoint(output_dir: Path) -> Path | None:
@@ -47,7 +38,7 @@ def latest_checkpoint(output_dir: Path) -> Path | None:
 
 
 def supersede(checkpoint: Path) -> None:
-    """A run goes on from `checkpoint`: those after it count as incomplete until they are written again."""
+    """A run resumes from `checkpoint`: those after it count as incomplete until they are written again."""
     for steps, path in _numbered(checkpoint.parent).items():
         if steps > int(checkpoint.name.removeprefix("checkpoint-")):
             (path / COMPLETE_MARK).unlink(missing_ok=True)
@@ -65,3 +56,21 @@ def _numbered(output_dir: Path) -> dict[int, Path]:
     """Steps -> checkpoint folder, without copies under a name of one's own."""
     steps_of = {path: path.name.removeprefix("checkpoint-") for path in output_dir.glob("checkpoint-*")}
     return {int(steps): path for path, steps in steps_of.items() if steps.isdecimal()}
+
+
+def checkpoint_to_resume_from(output_dir: Path, resume: str | None) -> Path | None:
+    """What `resume` names, or with `auto` the latest complete one; None: from the beginning."""
+    if resume is None:
+        return None
+    if resume == "auto":
+        remove_incomplete(output_dir)
+        return latest_checkpoint(output_dir)
+    checkpoint = Path(resume)
+    if not all((checkpoint / name).exists() for name in (COMPLETE_MARK, TRAINER_STATE_NAME)):
+        raise InputError(f"--resume_from_checkpoint {resume}: no complete checkpoint there; try auto")
+    checkpoint = checkpoint.resolve()
+    if checkpoint.parent != output_dir.resolve():
+        raise InputError(f"--resume_from_checkpoint {resume}: belongs to another run than --output_dir {output_dir}")
+    if not checkpoint.name.removeprefix("checkpoint-").isdecimal():
+        raise InputError(f"--resume_from_checkpoint {resume}: expected a folder checkpoint-STEPS; try auto")
+    return checkpoint

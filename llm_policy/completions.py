@@ -1,12 +1,11 @@
-"""Completion text -> action: the one parser for rewards and evaluation.
+"""Completion text -> answer text: the one parser for rewards, trainer and evaluation. A task says what it means.
 
-Text from a model is only ever matched against names that we know; it is never evaluated.
+Text from a model is only ever matched against patterns and names that we know; it is never evaluated.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from llm_policy.environments.frozen_lake import ACTIONS
 
 # The whole completion: one thought, one answer, nothing outside. Neither part may hold a tag of its own.
 _TAGLESS = r"(?:(?!</?(?:think|answer)>).)*"
@@ -20,29 +19,38 @@ class ParsedCompletion:
 
     Attributes:
         is_well_formed: exactly `<think>...</think>` and then `<answer>...</answer>`, with white space around at most.
-        action: index into `ACTIONS`, or None where there is no single answer that names a legal action.
+        answer: the text of the only answer, without white space around it; None where there is none, or several.
     """
 
     is_well_formed: bool
-    action: int | None
+    answer: str | None
 
 
 def parse_completion(text: str) -> ParsedCompletion:
-    """Read one completion. Upper and lower case are the same; a name with anything beside it is no action.
+    """Read one completion.
 
-    >>> parse_completion("<think>The hole is on the right.</think><answer>LEFT</answer>")
-    ParsedCompletion(is_well_formed=True, action=0)
+    >>> parse_completion("<think>The hole is on the right.</think><answer> LEFT</answer>")
+    ParsedCompletion(is_well_formed=True, answer='LEFT')
     >>> parse_completion("I would go <answer>down</answer>")
-    ParsedCompletion(is_well_formed=False, action=1)
-    >>> parse_completion("<think>?</think><answer>LEFT or UP</answer>")
-    ParsedCompletion(is_well_formed=True, action=None)
+    ParsedCompletion(is_well_formed=False, answer='down')
+    >>> parse_completion("<think>?</think><answer>LEFT</answer><answer>UP</answer>")
+    ParsedCompletion(is_well_formed=False, answer=None)
     """
     answers = _ANSWER.findall(text)
-    name = answers[0].strip().upper() if len(answers) == 1 else ""
     return ParsedCompletion(
         is_well_formed=_WELL_FORMED.fullmatch(text) is not None,
-        action=ACTIONS.index(name) if name in ACTIONS else None,
+        answer=answers[0].strip() if len(answers) == 1 else None,
     )
+
+
+def action_index(answer: str | None, actions: Sequence[str]) -> int | None:
+    """Which of `actions` an answer names, upper and lower case being the same; None for anything else.
+
+    >>> action_index("down", ("LEFT", "DOWN")), action_index("LEFT or DOWN", ("LEFT", "DOWN"))
+    (1, None)
+    """
+    names = [action.upper() for action in actions]
+    return names.index(answer.upper()) if answer is not None and answer.upper() in names else None
 
 
 def completion_text(completion: str | list[dict[str, str]]) -> str:

@@ -1,10 +1,19 @@
 """One kind of error for what a user gave: a line with the file, the value and the remedy, and exit code 2."""
 
 import sys
-import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
 
 EXIT_INPUT_ERROR = 2
+# What a disk that refuses says, through torch and safetensors, too
+DISK_WORDS = (
+    "No space left", "Disk quota exceeded", "Read-only file system", "PytorchStreamWriter failed writing",
+    "inline_container.cc",
+)  # fmt: skip
+WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # torch and safetensors wrap a full disk in their own
 
 
 class InputError(Exception):
@@ -26,10 +35,35 @@ def check_at_least(arguments: object, least: Mapping[str, int]) -> None:
             raise InputError(f"--{name} {value!r}: expected an integer of at least {bound}")
 
 
+def disk_refuses(error: Exception) -> bool:
+    """Whether a library's error means a full or read-only disk."""
+    return any(words in str(error) for words in DISK_WORDS)
+
+
+@contextmanager
+def writing(place: str | Path, remedy: str) -> Iterator[None]:
+    """Around the write of `place`: one line where that fails (full, read-only, no permission), then `remedy`."""
+    try:
+        yield
+    except WRITE_ERRORS as error:
+        if isinstance(error, RuntimeError) and not disk_refuses(error):
+            raise  # out of GPU memory, say
+        raise InputError(f"{place}: cannot be written ({' '.join(str(error).split())}); {remedy}") from error
+
+
+@contextmanager
+def disk_errors(remedy: str) -> Iterator[None]:
+    """Around a whole run: one line for a disk that refuses, whatever was being written; all other errors pass."""
+    try:
+        yield
+    except WRITE_ERRORS as error:
+        if not disk_refuses(error):
+            raise
+        raise InputError(f"the disk refuses ({error}); {remedy}") from error
+
+
 def run_script(main: Callable[[], int | None]) -> None:
     """Run a script's `main` and exit: its return value as exit code, an `InputError` as one line and code 2."""
-    # Deprecations between the pinned libraries: nothing that a user of these scripts could act on.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|trl|peft)\b")
     try:
         sys.exit(main())
     except InputError as error:

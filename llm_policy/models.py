@@ -35,8 +35,8 @@ from transformers import (
 )
 
 from llm_policy.errors import InputError
+from llm_policy.run_files import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 EMBEDDED_MODEL = ROOT / "data/models/SmolLM2-135M-Instruct"
 """The model that needs no hub account; a path that ends like this one finds it from any working directory and clone."""
 
@@ -116,6 +116,11 @@ def load_model(
     if "gguf_file" in options:
         model.name_or_path = model.config._name_or_path = str(place)  # peft and trl look here for an adapter's base
     return model
+
+
+def context_tokens(model: PreTrainedModel) -> int:
+    """How many tokens the model can read, prompt and completion together."""
+    return model.config.get_text_config().max_position_embeddings
 
 
 def locate(name_or_path: str | Path, revision: str = "main") -> tuple[str | Path, dict]:

@@ -1,4 +1,4 @@
-"""What every script does with its arguments and its folder: command line + YAML, resolved configuration, run.json."""
+"""What every run leaves in its folder, and who may write there: resolved configuration, run.json, one lock."""
 
 import json
 import platform
@@ -8,60 +8,22 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields
+from datetime import date
 from enum import Enum
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
 import yaml
 from filelock import FileLock, Timeout
-from trl import TrlParser
 
-from llm_policy.errors import InputError
-from llm_policy.models import ROOT
+from llm_policy.errors import InputError, writing
 
+ROOT = Path(__file__).resolve().parent.parent
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
-CONFIG_FILE, RUN_FILE, EVALUATION_FILE = "resolved_config.yaml", "run.json", "evaluation.json"
+CONFIG_FILE, RUN_FILE, METRICS_FILE = "resolved_config.yaml", "run.json", "metrics.jsonl"
+EVALUATION_FILE, RESULT_FILE = "evaluation.json", "result.txt"
 DERIVED = {"generation_batch_size"}  # fields that a dataclass computes from others and does not take back
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "gymnasium", "numpy", "pandas")
-
-
-def parse_config(argv: Sequence[str], groups: Sequence[type], default: Path | None = None) -> tuple[list, str]:
-    """Command line and YAML file -> one instance of each dataclass in `groups`, and the file's path ("" for none).
-
-    Flags win over the file. `default` is taken where no --config is named. `InputError`, one line, for unknown flags,
-    unusable values and a file that is none.
-    """
-    argv = list(argv)
-    script = Path(sys.argv[0]).name
-    for i, argument in enumerate(argv):
-        if argument.startswith("--config="):
-            argv[i : i + 1] = argument.split("=", 1)
-    while argv.count("--config") > 1:  # the last one counts, as for every other option
-        del argv[argv.index("--config") : argv.index("--config") + 2]
-    if "--config" not in argv and default is not None:
-        argv = ["--config", str(default), *argv]
-    config = ""
-    if "--config" in argv:
-        index = argv.index("--config") + 1
-        if index == len(argv):
-            raise InputError("--config: expected the path of a YAML file after it")
-        config = argv[index]
-
-    class Parser(TrlParser):
-        def error(self, message: str):
-            raise InputError(f"{message}; see python {script} --help")
-
-    try:
-        return list(Parser(tuple(groups)).parse_args_and_config(argv)), config
-    except FileNotFoundError as error:
-        raise InputError(f"--config {config}: no such file; configs/ holds the ones that come with this") from error
-    except (ValueError, TypeError, OSError, yaml.YAMLError) as error:
-        message = " ".join(str(error).split()).replace(
-            "Some specified arguments are not used by the HfArgumentParser", "unknown"
-        )
-        where = f"{config} and the command line: " if config else ""
-        raise InputError(f"{where}{message}; see python {script} --help") from error
 
 
 def resolved_config(*groups) -> dict:
@@ -112,39 +74,59 @@ def only_process_in(output_dir: Path) -> Iterator[None]:
             output_dir.rmdir()
 
 
+def check_output_dir(output_dir: Path, resumes: bool) -> None:
+    """`InputError` for a file, and for a folder that holds a run where none is to be resumed."""
+    if output_dir.exists() and not output_dir.is_dir():
+        raise InputError(f"--output_dir {output_dir}: is a file; name a folder")
+    if not resumes and ((output_dir / CONFIG_FILE).exists() or any(output_dir.glob("checkpoint-*"))):
+        raise InputError(
+            f"--output_dir {output_dir}: holds another run; choose another folder, delete it, "
+            "or resume it with --resume_from_checkpoint auto"
+        )
+
+
 def check_same_run(output_dir: Path, groups: Sequence, may_differ: Collection[str]) -> None:
     """`InputError` where `output_dir` holds a run that was begun with other arguments than `may_differ` allows."""
     file = output_dir / CONFIG_FILE
     if not file.exists():
         return
-    begun, now = yaml.safe_load(file.read_text()), resolved_config(*groups)  # both less what has its default
+    try:
+        begun = dict(yaml.safe_load(file.read_text()) or {})
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise InputError(f"{file}: cannot be read ({' '.join(str(error).split())}); choose another folder") from error
+    now = resolved_config(*groups)  # both without what has its default
     for name in sorted({*begun, *now} - set(may_differ)):
         if begun.get(name) != now.get(name):
             raise InputError(
                 f"--{name} {now.get(name, '(its default)')}: {output_dir} was begun with "
-                f"{begun.get(name, 'the default')}; go on with that, or choose another --output_dir"
+                f"{begun.get(name, 'the default')}; resume with that, or choose another --output_dir"
             )
 
 
 def write_run_files(
-    output_dir: Path, groups: Sequence, config: str, seed: int, settings: dict, resume: str = "the same command",
-    on_gpu: bool = False,
+    output_dir: Path, groups: Sequence, config: str, seed: int, settings: dict, device: str,
+    resume: str = "the same command",
 ) -> None:  # fmt: skip
     """`resolved_config.yaml` (give it to --config to repeat the run) and `run.json` (seed, versions, commit, ...).
 
-    A run that is gone on with keeps its run.json; command, commit and device of the later parts are added to it.
-    `resume` names, in the error of a folder that cannot be written, what goes on once it can.
+    A resumed run keeps its run.json; date, command, commit and device of the later parts are added to it.
+
+    Args:
+        settings: what the script has to say of the run besides.
+        device: what it runs on.
+        resume: in the error of a folder that cannot be written, what resumes the run once it can.
     """
-    try:
+    with writing(f"--output_dir {output_dir}", f"once it can, {resume} resumes the run"):
         output_dir.mkdir(parents=True, exist_ok=True)
         write_whole(output_dir / CONFIG_FILE, yaml.safe_dump(resolved_config(*groups), sort_keys=False))
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
         ).stdout.strip()
         part = {
+            "date": date.today().isoformat(),
             "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
             "commit": commit or "unknown",
-            "device": torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} CPU threads",
+            "device": device,
         }
         file = output_dir / RUN_FILE
         if file.exists():
@@ -159,7 +141,14 @@ def write_run_files(
                 **settings,
             }
         write_whole(file, json.dumps(run, indent=1) + "\n")
-    except OSError as error:
-        raise InputError(
-            f"--output_dir {output_dir}: cannot be written ({error}); once it can, {resume} goes on"
-        ) from error
+
+
+def run_settings(name: str | Path) -> dict:
+    """What run.json in the folder `name` says; nothing for what is no run's folder."""
+    path = Path(name) / RUN_FILE
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise InputError(f"{path}: is no JSON ({error}); judge another folder, or train again") from error

@@ -2,7 +2,10 @@
 
 What all prompts begin with is prefilled once for all of them. Everything after the prefill is `generate` of
 transformers, so that every sampling option keeps its meaning; or, where the caller has a guess at the completions
-(after the warm start all but the action is known), one pass that scores the whole guess in place of one a token.
+(after the warm start all but the action is known), one pass that scores the whole guess in place of one pass per token.
+
+Axes: P prompts, R completions, C rows of a pass (completions that are equal so far share one), W completions that take
+a token, L places of the padded prompt, K places in the cache, T tokens of a pass, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,8 +14,6 @@ import torch
 from tqdm import tqdm
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
-
-from llm_policy.grpo.packing import common_prefix
 
 TokenIds = Sequence[int]
 
@@ -239,3 +240,11 @@ def _up_to_end(token_ids: list[int], end_token_ids: int | list[int]) -> list[int
         if token in ends:
             return token_ids[: i + 1]
     return token_ids
+
+
+def common_prefix(sequences: Sequence[TokenIds]) -> TokenIds:
+    """What all sequences begin with; nothing where they are one and the same, for then nothing is gained."""
+    first, last = min(map(tuple, sequences)), max(map(tuple, sequences))
+    if first == last:
+        return ()
+    return first[: next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]

@@ -7,17 +7,19 @@ what makes it slow.
 import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
 from transformers import PreTrainedTokenizerBase
 
+from llm_policy.chat import Messages, check_prompt, prompt_token_ids
+from llm_policy.environments.frozen_lake import ACTIONS, FrozenLake, parse_state_text
+from llm_policy.environments.mdp import OPTIMAL_TOLERANCE, optimal_actions
+from llm_policy.environments.policy_table import best_actions
+from llm_policy.environments.table_environment import TableEnvironment
 from llm_policy.errors import InputError
-from llm_policy.environments.frozen_lake import ACTIONS, Grid, lake_mdp, parse_state_text
-from llm_policy.environments.mdp import AGREEMENT_GAMMA, optimal_actions, optimal_q
-from prompts import Messages, check_prompt, prompt_token_ids
-from rewards import OPTIMAL_TOLERANCE, AdvantageReward
+from rewards import RewardShaping
 
 ANSI_CODE = re.compile(r"\x1b\[[0-9;]*m")
 # Rows of a lake, the agent shown by a letter or a colour; and an answer, whatever stands between.
@@ -27,59 +29,60 @@ GRID_OR_ANSWER = re.compile(
     rf"|<answer>\s*(?P<action>(?i:{'|'.join(ACTIONS)}))\s*</answer>",
     re.MULTILINE,
 )
-FLAT = 0.01  # spread of a state's Q-values in units of the table's largest |Q|
+FLAT = 0.01  # spread of a state's Q-values in units of the largest |Q|
 NEAR_TIE = 0.06  # of the best reward: what min-max leaves between a step backwards and the best move beside a hole
 WRONG_DYNAMICS = 0.02  # mean Bellman residual in units of the largest |Q|; learned Q-values stay below
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line about the data: which rule, what was found and what to do about it."""
+    """One line about the data: which rule, what was found and what to do about it, and in which file."""
 
     rule: str
     message: str
     is_error: bool = False
+    source: str = "data"
 
     def __str__(self) -> str:
         return f"{'error' if self.is_error else 'warning'}: {self.rule}: {self.message}"
 
 
 def lint(
-    table: pd.DataFrame,
+    expert: pd.DataFrame,
     prompts: Sequence[Messages],
     tokenizer: PreTrainedTokenizerBase,
-    is_slippery: bool,
-    scale: AdvantageReward,
+    shaping: RewardShaping,
     context_tokens: int,
     max_completion_tokens: int,
-    evaluation_grids: Sequence[Grid] = (),
+    unseen: Sequence[TableEnvironment] = (),
 ) -> list[Finding]:
     """All findings, errors first.
 
     Args:
-        table: from `read_expert_csv`, one row a state.
+        expert: from `read_expert_csv`, one row per state.
         prompts: chat messages of each row, as the model will be given them.
-        scale: the reward in use.
+        shaping: the reward in use.
         context_tokens: what the model can read; prompt and completion together must not be longer.
-        evaluation_grids: maps that are meant to be unseen in training.
+        unseen: environments that training must not show.
     """
+    lake = expert["environment"].iloc[0] if isinstance(expert["environment"].iloc[0], FrozenLake) else None
     findings = [
-        *_same_prompts(table, prompts),
-        *_examples(table, prompts, is_slippery),
+        *_same_prompts(expert, prompts),
+        *(_examples(expert, prompts, lake.is_slippery) if lake else ()),
         *_token_ids(prompts, tokenizer, context_tokens, max_completion_tokens),
-        *_unsaid_dynamics(prompts, is_slippery),
-        *_dynamics(table, is_slippery),
-        *_overlap(table, evaluation_grids),
-        *_weak_rewards(table, scale),
+        *(_unsaid_dynamics(prompts, lake.is_slippery) if lake else ()),
+        *(_lake_dynamics(expert, lake.is_slippery) if lake else _dynamics(expert)),
+        *_overlap(expert, unseen),
+        *_weak_rewards(expert, shaping),
     ]
     return sorted(findings, key=lambda finding: not finding.is_error)
 
 
-def _same_prompts(table: pd.DataFrame, prompts: Sequence[Messages]) -> list[Finding]:
+def _same_prompts(expert: pd.DataFrame, prompts: Sequence[Messages]) -> list[Finding]:
     """States that the model cannot tell apart at all, or by nothing but colour codes."""
     texts = ["\n".join(message["content"] for message in messages) for messages in prompts]
     exact, plain = defaultdict(list), defaultdict(list)
-    for name, text in zip(table["state_str"], texts, strict=True):
+    for name, text in zip(expert["state_str"], texts, strict=True):
         exact[text].append(name)
         plain[ANSI_CODE.sub("", text)].append(name)
     findings = []
@@ -106,35 +109,34 @@ def _same_prompts(table: pd.DataFrame, prompts: Sequence[Messages]) -> list[Find
     return findings
 
 
-def _examples(table: pd.DataFrame, prompts: Sequence[Messages], is_slippery: bool) -> list[Finding]:
+def _examples(expert: pd.DataFrame, prompts: Sequence[Messages], is_slippery: bool) -> list[Finding]:
     """Examples inside the prompts (a lake, then an answer) whose action is not optimal.
 
-    By the expert's Q-values, or by exact ones for a lake that is not in the table.
+    By the expert's Q-values, or by exact ones for a lake that is not in the expert's table.
     """
     best = {
-        (grid, state): optimal_actions(np.array(q), OPTIMAL_TOLERANCE)
-        for grid, state, q in zip(table["grid"], table["state"], table["q_values"], strict=True)
+        (lake, state): optimal_actions(np.array(q))
+        for lake, state, q in zip(expert["environment"], expert["state"], expert["q_values"], strict=True)
     }
     wrong: Counter[str] = Counter()
     unchecked: set[str] = set()
     for messages in prompts:
-        lake, place = None, None
+        text, shown = None, None  # the lake as it stands there, and the lake and state that it shows
         for match in GRID_OR_ANSWER.finditer("\n".join(message["content"] for message in messages)):
             if match["grid"]:
-                lake = re.sub(r"[ \t]", "", match["grid"]).strip()
+                text = re.sub(r"[ \t]", "", match["grid"]).strip()
                 try:
-                    place = parse_state_text(lake)
+                    grid, state = parse_state_text(text)
+                    shown = FrozenLake(grid, is_slippery), state
                 except InputError:  # no agent, or no lake
-                    place = None
-                if place and place not in best:
-                    grid, state = place
-                    q_SA = optimal_q(lake_mdp(grid, is_slippery), AGREEMENT_GAMMA)
-                    best[place] = optimal_actions(q_SA[state], OPTIMAL_TOLERANCE)
-            elif place is None:
-                unchecked |= {lake} if lake else set()
-            elif not best[place][ACTIONS.index(match["action"].upper())]:
-                right = " or ".join(ACTIONS[a] for a in np.flatnonzero(best[place]))
-                where = f"state {place[1]} of {'|'.join(place[0])}"
+                    shown = None
+                if shown and shown not in best:
+                    best[shown] = best_actions(shown[0])[shown[1]]
+            elif shown is None:
+                unchecked |= {text} if text else set()
+            elif not best[shown][ACTIONS.index(match["action"].upper())]:
+                right = " or ".join(ACTIONS[a] for a in np.flatnonzero(best[shown]))
+                where = f"state {shown[1]} of {shown[0]}"
                 wrong[f"{match['action'].upper()} in {where}, where the expert goes {right}"] += 1
     findings = []
     if wrong:
@@ -173,29 +175,32 @@ def _token_ids(
     return findings
 
 
-def bellman_residual(table: pd.DataFrame, is_slippery: bool) -> tuple[float, float]:
-    """How badly the table's Q-values obey Q(s,a) = c r + gamma E[max Q(s',.)] under these dynamics.
+def bellman_residual(expert: pd.DataFrame, is_slippery: bool | None = None) -> tuple[float, float]:
+    """How badly the expert's Q-values obey Q(s,a) = c r + gamma E[max Q(s',.)].
 
-    c is what the goal is worth in the table's units, 1 in Gymnasium's.
+    c is what a reward of 1 is worth in the expert's units, 1 in Gymnasium's.
+
+    Args:
+        is_slippery: judge lakes under these dynamics; None takes the environments as they are.
 
     Returns:
         Mean |residual| over the largest |Q|, with the gamma in [0, 1] and the c that fit best, and that gamma. NaN
-        where no state-action pair has all its successors in the table.
+        where no state-action pair has all its successors among the expert's states.
     """
     known, predicted, rewards = [], [], []
-    for grid, rows in table.groupby("grid", sort=False):
-        lake = lake_mdp(grid, is_slippery)
-        values_S = np.where(lake.terminal_S, 0.0, np.nan)
+    for environment, rows in expert.groupby("environment", sort=False):
+        mdp = (environment if is_slippery is None else replace(environment, is_slippery=is_slippery)).mdp
+        values_S = np.where(mdp.terminal_S, 0.0, np.nan)
         q_PA = np.array(rows["q_values"].tolist())
         values_S[rows["state"]] = q_PA.max(axis=1)
         states = rows["state"].to_numpy()
-        wins_PAK = lake.probabilities_SAK[states] > 0  # zero where the episode ends: nothing follows
-        next_values_PAK = np.where(wins_PAK, values_S[lake.next_states_SAK[states]], 0.0)
-        next_values_PA = (lake.probabilities_SAK[states] * next_values_PAK).sum(axis=2)
+        wins_PAK = mdp.probabilities_SAK[states] > 0  # zero where the episode ends: nothing follows
+        next_values_PAK = np.where(wins_PAK, values_S[mdp.next_states_SAK[states]], 0.0)
+        next_values_PA = (mdp.probabilities_SAK[states] * next_values_PAK).sum(axis=2)
         usable_PA = np.isfinite(next_values_PA)
         known.append(q_PA[usable_PA])
         predicted.append(next_values_PA[usable_PA])
-        rewards.append(lake.rewards_SA[states][usable_PA])
+        rewards.append(mdp.rewards_SA[states][usable_PA])
     q_N, next_N, reward_N = map(np.concatenate, (known, predicted, rewards))
     if not len(q_N):
         return float("nan"), float("nan")
@@ -214,44 +219,47 @@ def _unsaid_dynamics(prompts: Sequence[Messages], is_slippery: bool) -> list[Fin
     return [Finding("unsaid dynamics", message)]
 
 
-def _dynamics(table: pd.DataFrame, is_slippery: bool) -> list[Finding]:
-    """Q-values that fit the other dynamics better than those that were asked for."""
-    here, _ = bellman_residual(table, is_slippery)
-    there, _ = bellman_residual(table, not is_slippery)
+def _dynamics(expert: pd.DataFrame) -> list[Finding]:
+    """Q-values that do not fit the environment."""
+    here, _ = bellman_residual(expert)
     if not here > WRONG_DYNAMICS:
         return []
-    named, other = ("slippery", "not slippery") if is_slippery else ("not slippery", "slippery")
-    if there < here / 2:
-        return [
-            Finding(
-                "wrong dynamics",
-                f"mean Bellman residual {here:.3f} on {named} ice, {there:.3f} on {other} ice: the CSV was made for "
-                f"the latter; use --is_slippery {str(not is_slippery).lower()} or another CSV",
-                is_error=True,
-            )
-        ]
     message = (
-        f"mean Bellman residual {here:.3f} of the largest Q on {named} ice, 0 is exact; average more learners, or take "
+        f"mean Bellman residual {here:.3f} of the largest Q, 0 is exact; average more learners, or take "
         "--method value_iteration (python -m llm_policy.environments.expert_q)"
     )
     return [Finding("rough Q-values", message)]
 
 
-def _overlap(table: pd.DataFrame, evaluation_grids: Sequence[Grid]) -> list[Finding]:
-    seen = set(table["grid"])
-    both = [grid for grid in evaluation_grids if grid in seen]
+def _lake_dynamics(expert: pd.DataFrame, is_slippery: bool) -> list[Finding]:
+    """Q-values that fit the other kind of ice better than the one that was asked for."""
+    here, _ = bellman_residual(expert)
+    there, _ = bellman_residual(expert, not is_slippery)
+    if not (here > WRONG_DYNAMICS and there < here / 2):
+        return _dynamics(expert)
+    named, other = ("slippery", "not slippery") if is_slippery else ("not slippery", "slippery")
+    message = (
+        f"mean Bellman residual {here:.3f} on {named} ice, {there:.3f} on {other} ice: the CSV was made for "
+        f"the latter; use --is_slippery {str(not is_slippery).lower()} or another CSV"
+    )
+    return [Finding("wrong dynamics", message, is_error=True)]
+
+
+def _overlap(expert: pd.DataFrame, unseen: Sequence[TableEnvironment]) -> list[Finding]:
+    seen = set(expert["environment"])
+    both = [environment for environment in unseen if environment in seen]
     if not both:
         return []
     message = (
-        f"{len(both)} of {len(evaluation_grids)}, first {'|'.join(both[0])}: their score says nothing about new maps; "
+        f"{len(both)} of {len(unseen)}, first {both[0]}: their score says nothing about new maps; "
         "take their rows out of the CSV"
     )
     return [Finding("test maps are training maps", message, is_error=True)]
 
 
-def _weak_rewards(table: pd.DataFrame, scale: AdvantageReward) -> list[Finding]:
+def _weak_rewards(expert: pd.DataFrame, shaping: RewardShaping) -> list[Finding]:
     """States in which the choice hardly matters, by the Q-values or after the reward's normalisation."""
-    q_PA = np.array(table["q_values"].tolist())
+    q_PA = np.array(expert["q_values"].tolist())
     findings = []
     largest = np.abs(q_PA).max()
     if FLAT * largest <= OPTIMAL_TOLERANCE:
@@ -259,9 +267,9 @@ def _weak_rewards(table: pd.DataFrame, scale: AdvantageReward) -> list[Finding]:
             f"the largest is {largest:.1e}, and differences below {OPTIMAL_TOLERANCE:g} count as ties; scale them up"
         )
         findings.append(Finding("tiny Q-values", message, is_error=True))
-    if scale.cap_bonus and scale.optimal_bonus:
+    if shaping.cap_bonus and shaping.optimal_bonus:
         message = (
-            f"--optimal_bonus {scale.optimal_bonus:g} changes nothing under --cap_bonus true: an optimal action has 1"
+            f"--optimal_bonus {shaping.optimal_bonus:g} changes nothing under --cap_bonus true: an optimal action has 1"
         )
         findings.append(Finding("idle bonus", message))
     spread_P = np.ptp(q_PA, axis=1)
@@ -271,7 +279,7 @@ def _weak_rewards(table: pd.DataFrame, scale: AdvantageReward) -> list[Finding]:
         findings.append(Finding("equal Q-values", message, is_error=True))
     elif equal.any():
         message = (
-            f"in {equal.sum()} of {len(equal)} states, first {table['state_str'][int(equal.argmax())]}, every action "
+            f"in {equal.sum()} of {len(equal)} states, first {expert['state_str'][int(equal.argmax())]}, every action "
             "is optimal; they teach nothing, and may be left out"
         )
         findings.append(Finding("equal Q-values", message))
@@ -280,20 +288,20 @@ def _weak_rewards(table: pd.DataFrame, scale: AdvantageReward) -> list[Finding]:
         findings.append(
             Finding(
                 "flat rows",
-                f"{flat.sum()} of {len(flat)} states, first {table['state_str'][int(flat.argmax())]}: all Q-values "
+                f"{flat.sum()} of {len(flat)} states, first {expert['state_str'][int(flat.argmax())]}: all Q-values "
                 f"within {FLAT:.0%} of the largest; the reward is relative to the state and pays in full for them; "
                 "leave out those that do not matter",
             )
         )
-    rewards_PA = scale.of_actions(q_PA)
+    rewards_PA = shaping.of_actions(q_PA)
     best_P1 = rewards_PA.max(axis=1, keepdims=True)
-    near_PA = (rewards_PA >= (1 - NEAR_TIE) * best_P1) & ~optimal_actions(q_PA, OPTIMAL_TOLERANCE)
+    near_PA = (rewards_PA >= (1 - NEAR_TIE) * best_P1) & ~optimal_actions(q_PA)
     if near_PA.any():
         states = near_PA.any(axis=1)
         findings.append(
             Finding(
                 "near ties",
-                f"in {states.sum()} of {len(states)} states, first {table['state_str'][int(states.argmax())]}, an "
+                f"in {states.sum()} of {len(states)} states, first {expert['state_str'][int(states.argmax())]}, an "
                 f"action that is not optimal earns at least {1 - NEAR_TIE:.0%} of the best reward; raise "
                 "--optimal_bonus with --cap_bonus false, or use --reward_shape rank",
             )

@@ -9,19 +9,19 @@ import pytest
 import torch
 from tiny_models import build_tiny_model
 
+from llm_policy.chat import Reader, reply_token_ids
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
 from llm_policy.models import load_model, load_tokenizer
-from llm_policy.environments.policy_table import PolicyReader
-from prompts import format_example
+from prompts import format_example, policy_messages
 
 torch.set_num_threads(1)
 
 
 def taught_model(folder: Path, architecture: str, steps: int = 120, **options) -> Path:
-    """A tiny model that answers in form, with any action: groups then have variance and runs have gradients."""
+    """A tiny model whose answers are well-formed, with any action: groups then have variance and runs have gradients."""
     build_tiny_model(folder, architecture, **options)
     model, tokenizer = load_model(folder, dtype="float32"), load_tokenizer(folder)
-    reader, grid = PolicyReader(tokenizer, is_slippery=True), CANONICAL_GRIDS["4x4"]
+    reader, grid = Reader(tokenizer), CANONICAL_GRIDS["4x4"]
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=5e-3)
     states = acting_states(grid)
@@ -29,8 +29,8 @@ def taught_model(folder: Path, architecture: str, steps: int = 120, **options) -
         texts = []
         for action in range(len(ACTIONS)):
             state = states[int(torch.randint(len(states), (1,), generator=generator))]
-            reply = tokenizer.encode(format_example(grid, state, action), add_special_tokens=False)
-            texts.append((reader.prompt(grid, state), [*reply, tokenizer.eos_token_id]))
+            reply = reply_token_ids(format_example(grid, state, action), tokenizer)
+            texts.append((reader.prompt(policy_messages(grid, state, is_slippery=True)), reply))
         length = max(len(prompt) + len(reply) for prompt, reply in texts)
         ids = torch.full((len(texts), length), tokenizer.pad_token_id)
         labels = torch.full((len(texts), length), -100)

@@ -1,6 +1,8 @@
-"""train_script.sh without SLURM: a stub in the place of python, and one that notes what scontrol is asked for."""
+"""train_script.sh on no cluster: stubs stand for python and scontrol and note what they are asked for."""
 
 import os
+import re
+import shutil
 import signal
 import subprocess
 import time
@@ -20,16 +22,30 @@ for _ in {1..200}; do sleep 0.05; done
 SCONTROL = '#!/usr/bin/env bash\necho "$@" >>requeued\n'
 
 
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_JOB_NAME": "job"}
+
+
 def batch_job(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen:
+    """The batch file at work in `folder`; `environment` is SLURM's, none for a call without it."""
     for name, text in (("python", PYTHON), ("scontrol", SCONTROL)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
-    slurm = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_JOB_NAME": "job"}
+    shutil.copy(ROOT / "train_script.sh", folder)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     return subprocess.Popen(
-        ["bash", ROOT / "train_script.sh", *arguments],
-        env=os.environ | slurm | {"PATH": f"{folder}:{os.environ['PATH']}"} | environment,
+        ["bash", folder / "train_script.sh", *arguments],
+        env=inherited | {"PATH": f"{folder}:{os.environ['PATH']}"} | environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
+
+
+def arguments_of_training(folder: Path) -> list[str]:
+    """What train_script.py is called with, once the stub has started."""
+    for _ in range(400):
+        if (folder / "arguments").exists():
+            break
+        time.sleep(0.05)
+    return (folder / "arguments").read_text().split()
 
 
 @pytest.mark.parametrize(
@@ -38,12 +54,9 @@ def batch_job(folder: Path, *arguments: str, **environment: str) -> subprocess.P
     [(signal.SIGUSR1, "0", True), (signal.SIGTERM, "0", False), (signal.SIGUSR1, "20", False)],
 )
 def test_only_the_time_limit_requeues(received, restarts, requeues, tmp_path):
-    job = batch_job(tmp_path, "--max_steps", "2", SLURM_ARRAY_TASK_ID="3", SLURM_RESTART_COUNT=restarts)
-    for _ in range(400):
-        if (tmp_path / "arguments").exists():
-            break
-        time.sleep(0.05)
-    assert (tmp_path / "arguments").read_text().split() == [
+    slurm = SLURM | {"SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": restarts}
+    job = batch_job(tmp_path, "--max_steps", "2", **slurm)
+    assert arguments_of_training(tmp_path) == [
         "train_script.py", "--seed", "3", "--output_dir", "runs/job-5/seed-3", "--resume_from_checkpoint", "auto",
         "--max_steps", "2",
     ]  # fmt: skip
@@ -56,10 +69,76 @@ def test_only_the_time_limit_requeues(received, restarts, requeues, tmp_path):
     assert ("ask for more --time" in printed) is (restarts == "20")
 
 
-@pytest.mark.parametrize("argument", ["--seed", "--output_dir=runs/x", "--output-dir"])
+def test_slurm_starts_the_copy_in_its_spool_folder(tmp_path):
+    """SLURM copies the file elsewhere; the work is done where `sbatch` was called."""
+    (tmp_path / "submitted").mkdir()
+    job = batch_job(tmp_path, SLURM_SUBMIT_DIR=str(tmp_path / "submitted"), **SLURM)
+    assert arguments_of_training(tmp_path / "submitted")[:4] == ["train_script.py", "--seed", "0", "--output_dir"]
+    job.terminate()
+    job.communicate(timeout=20)
+
+
+@pytest.mark.parametrize("argument", ["--seed", "--seed=1", "--output_dir", "--output_dir=runs/x", "--output-dir"])
 def test_seed_and_folder_are_the_arrays(argument, tmp_path):
-    job = batch_job(tmp_path, argument, "1")
+    job = batch_job(tmp_path, argument, "1", **SLURM)
     printed, _ = job.communicate(timeout=20)
     assert job.returncode == 2
     assert printed.startswith(f"error: {argument}: the array's index is the seed")
     assert not (tmp_path / "arguments").exists()
+
+
+# Without SLURM ----------------------------------------------------------------------------------------------------
+
+
+def local_job(folder: Path, *arguments: str, leave_with: int = signal.SIGTERM) -> tuple[list[str], str]:
+    """train_script.py's arguments and what is printed, of a call that is interrupted once training has started."""
+    (folder / "arguments").unlink(missing_ok=True)
+    job = batch_job(folder, *arguments)
+    found = arguments_of_training(folder)
+    time.sleep(0.3)  # the shell has set its traps by then
+    job.send_signal(leave_with)
+    printed, _ = job.communicate(timeout=20)
+    assert job.returncode == 75, printed
+    return found, printed
+
+
+def test_without_slurm_the_same_arguments_get_the_same_folder(tmp_path):
+    def folder(*arguments: str) -> str:
+        found, printed = local_job(tmp_path, *arguments)
+        assert found[:4] == ["train_script.py", "--seed", "0", "--output_dir"]
+        assert found[5:] == ["--resume_from_checkpoint", "auto", *arguments]
+        assert f"folder {found[4]}\n" in printed
+        return found[4]
+
+    plain, short = folder(), folder("--max_steps", "2")
+    assert re.fullmatch(r"runs/local-[0-9a-f]{8}/seed-0", plain)
+    assert folder() == plain
+    assert folder("--max_steps", "2") == short
+    assert len({plain, short, folder("--max_steps", "20"), folder("--max_steps=2")}) == 4
+
+
+@pytest.mark.parametrize("arguments", [["--output_dir", "runs/x"], ["--output_dir=runs/x"], ["--output-dir", "runs/x"]])
+def test_without_slurm_the_folder_can_be_named(arguments, tmp_path):
+    found, printed = local_job(tmp_path, "--max_steps", "2", *arguments)
+    assert found == [
+        "train_script.py",
+        "--seed",
+        "0",
+        "--resume_from_checkpoint",
+        "auto",
+        "--max_steps",
+        "2",
+        *arguments,
+    ]
+    assert "folder runs/local" not in printed
+
+
+def test_without_slurm_the_seed_is_still_refused(tmp_path):
+    job = batch_job(tmp_path, "--seed", "1")
+    printed, _ = job.communicate(timeout=20)
+    assert job.returncode == 2
+    assert "python train_script.py takes the option" in printed
+
+
+def test_control_c_waits_for_the_checkpoint(tmp_path):
+    local_job(tmp_path, leave_with=signal.SIGINT)

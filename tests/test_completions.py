@@ -4,7 +4,8 @@ import time
 
 import pytest
 
-from llm_policy.completions import completion_text, parse_completion
+from llm_policy.completions import action_index, completion_text, parse_completion
+from llm_policy.environments.frozen_lake import ACTIONS
 
 LEFT, DOWN, RIGHT, UP = range(4)
 
@@ -14,7 +15,7 @@ def reply(thought: str, answer: str) -> str:
 
 
 CASES = [
-    # In form, with an action
+    # Well-formed, with an action
     (reply("ice", "LEFT"), True, LEFT),
     (reply("ice", "DOWN"), True, DOWN),
     (reply("ice", "RIGHT"), True, RIGHT),
@@ -33,7 +34,7 @@ CASES = [
     # ... and may hold what only looks like a tag
     (reply("1 < 2 > 0, <b>bold</b> </ think>", "UP"), True, UP),
     (reply("Eis, 冰, 🧊", "UP"), True, UP),
-    # In form, but the answer names no single action
+    # Well-formed, but the answer names no single action
     (reply("ice", ""), True, None),
     (reply("ice", "   "), True, None),
     (reply("ice", "LEFT or UP"), True, None),
@@ -58,7 +59,7 @@ CASES = [
     (reply("ice", "ACTIONS[0]"), True, None),
     (reply("ice", "{LEFT}"), True, None),
     (reply("ice", "LEFT'; DROP TABLE q_values; --"), True, None),
-    # Out of form, but one answer can be read
+    # Malformed, but one answer can be read
     ("<answer>DOWN</answer>", False, DOWN),
     ("I would go <answer>down</answer>", False, DOWN),
     ("Sure! " + reply("ice", "UP"), False, UP),
@@ -98,13 +99,22 @@ CASES = [
 @pytest.mark.parametrize(("text", "is_well_formed", "action"), CASES)
 def test_parse_completion(text, is_well_formed, action):
     parsed = parse_completion(text)
-    assert (parsed.is_well_formed, parsed.action) == (is_well_formed, action)
+    assert (parsed.is_well_formed, action_index(parsed.answer, ACTIONS)) == (is_well_formed, action)
+
+
+def test_the_answer_is_text_and_a_task_says_what_it_means():
+    assert parse_completion(reply("2 and 2", " 4 ")).answer == "4"
+    assert parse_completion(reply("?", "")).answer == ""
+    assert parse_completion("no answer").answer is None
+    taxi = ("SOUTH", "NORTH", "EAST", "WEST", "PICKUP", "DROPOFF")
+    parsed = parse_completion(reply("at R", "pickup"))
+    assert (action_index(parsed.answer, taxi), action_index(parsed.answer, ACTIONS)) == (4, None)
 
 
 def test_a_long_thought_is_read():
     parsed = parse_completion(reply("ice and again " * 20_000, "UP"))
     assert parsed.is_well_formed
-    assert parsed.action == UP
+    assert action_index(parsed.answer, ACTIONS) == UP
 
 
 LONG = [

@@ -22,11 +22,11 @@ from evaluate_policy import (
     save_evaluation,
     simulate,
 )
-from llm_policy.errors import InputError, run_script
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, lake_mdp
 from llm_policy.environments.mdp import optimal_policy
-from llm_policy.plots import policy_figure
 from llm_policy.environments.policy_table import ModelPolicies, constant_policy, score_policy, uniform_policy
+from llm_policy.errors import InputError, run_script
+from llm_policy.plots import policy_figure
 
 GRID = CANONICAL_GRIDS["4x4"]
 LEFT, DOWN, RIGHT, UP = range(4)

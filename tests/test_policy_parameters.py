@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Box, Discrete, MultiBinary
 
-from llm_policy.errors import InputError
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, lake_mdp
+from llm_policy.environments.gym_env import returns
 from llm_policy.environments.mdp import optimal_policy, policy_return
-from llm_policy.policy_search.parameters import AnswerError, PolicySpace, make_task, play, policy_space, roll_out
+from llm_policy.errors import InputError
+from llm_policy.policy_search.parameters import AnswerError, PolicySpace, policy_space, search_problem
 
 TABLE = PolicySpace(is_tabular=True, inputs=3, outputs=4)
 LINEAR = PolicySpace(is_tabular=False, inputs=2, outputs=1, action_bounds=(np.float32([-1]), np.float32([1])))
@@ -86,14 +87,14 @@ def test_drawn_parameters_cover_the_grid_and_read_back(space):
 def test_a_neighbour_differs_in_one_value(space):
     generator = np.random.default_rng(0)
     here = space.draw(generator)
-    places = set()
+    positions = set()
     for _ in range(100):
         there = space.neighbour(here, generator)
         changed = [i for i in range(space.count) if here[i] != there[i]]
         assert len(changed) == 1
         assert space.read_answer(f"parameters: {space.text(there)}") == there
-        places.update(changed)
-    assert places == set(range(space.count))
+        positions.update(changed)
+    assert positions == set(range(space.count))
 
 
 # Behaviour -----------------------------------------------------------------------------------------------------
@@ -112,21 +113,21 @@ def test_linear_policies_by_hand():
 def test_tables_by_hand():
     space = PolicySpace(True, 3, 4, first_input=5, first_action=1)
     assert [space.actor((0, 3, 1))(state) for state in (5, 6, 7)] == [1, 4, 2]
-    assert space.table((0, 3, 1)).tolist() == [[1, 0, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0]]
+    assert space.policy_table((0, 3, 1)).tolist() == [[1, 0, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0]]
 
 
 def test_returns_agree_with_the_exact_value():
-    task = make_task("FrozenLake-v1")
-    returns = roll_out(task, OPTIMAL_16, 1000, seed=0)
-    exact = policy_return(task.mdp, task.space.table(OPTIMAL_16), horizon_steps=100)
+    lake = search_problem("FrozenLake-v1")
+    found = lake.returns(OPTIMAL_16, 1000, seed=0)
+    exact = policy_return(lake.environment.mdp, lake.space.policy_table(OPTIMAL_16), horizon_steps=100)
     assert exact == pytest.approx(0.7402, abs=1e-4)
-    assert abs(np.mean(returns) - exact) < 4 * np.sqrt(exact * (1 - exact) / 1000)
+    assert abs(np.mean(found) - exact) < 4 * np.sqrt(exact * (1 - exact) / 1000)
 
 
 def test_returns_follow_their_seed():
-    task = make_task("CartPole-v1")
+    pole = search_problem("CartPole-v1")
     parameters = (0.0,) * 10
-    first, again, other = (roll_out(task, parameters, 5, seed) for seed in (0, 0, 1))
+    first, again, other = (pole.returns(parameters, 5, seed) for seed in (0, 0, 1))
     assert first == again != other
     assert len(set(first)) > 1, "the episodes differ"
 
@@ -135,15 +136,15 @@ def test_a_balancing_policy_is_found_good():
     """Push to the side to which the pole leans and turns: every episode lasts 500 steps."""
     push_right = (0.1, 0.5, 5.0, 2.0)
     parameters = (0.0, 0.0, 0.0, 0.0, *push_right, 0.0, 0.0)
-    assert roll_out(make_task("CartPole-v1"), parameters, 3, seed=0) == [500.0] * 3
+    assert search_problem("CartPole-v1").returns(parameters, 3, seed=0) == [500.0] * 3
 
 
 def test_step_limits():
-    task = make_task("CliffWalking-v1")
-    assert (task.horizon_steps, play(task, lambda _: 0, 2, 0)) == (100, [-100.0, -100.0])
-    assert play(make_task("CliffWalking-v1", None, 7), lambda _: 0, 1, 0) == [-7.0]
-    assert make_task("FrozenLake-v1", {"map_name": "8x8"}).horizon_steps == 100
-    assert make_task("MountainCarContinuous-v0").horizon_steps == 999
+    cliff = search_problem("CliffWalking-v1").environment
+    assert (cliff.horizon_steps, returns(cliff.env, lambda _: 0, 2, 0)) == (100, [-100.0, -100.0])
+    assert returns(search_problem("CliffWalking-v1", None, 7).environment.env, lambda _: 0, 1, 0) == [-7.0]
+    assert search_problem("FrozenLake-v1", {"map_name": "8x8"}).environment.horizon_steps == 100
+    assert search_problem("MountainCarContinuous-v0").environment.horizon_steps == 999
 
 
 # Environments --------------------------------------------------------------------------------------------------
@@ -165,18 +166,19 @@ SPACES = [
 
 @pytest.mark.parametrize(("env_id", "is_tabular", "count", "is_exact"), SPACES)
 def test_spaces(env_id, is_tabular, count, is_exact):
-    task = make_task(env_id, horizon_steps=5)
-    assert (task.space.is_tabular, task.space.count, task.mdp is not None) == (is_tabular, count, is_exact)
-    assert len(roll_out(task, task.space.draw(np.random.default_rng(0)), 2, seed=0)) == 2
-    assert task.env_id.startswith(env_id)
+    problem = search_problem(env_id, horizon_steps=5)
+    environment, space = problem.environment, problem.space
+    assert (space.is_tabular, space.count, environment.mdp is not None) == (is_tabular, count, is_exact)
+    assert len(problem.returns(space.draw(np.random.default_rng(0)), 2, seed=0)) == 2
+    assert environment.env_id.startswith(env_id)
 
 
 @pytest.mark.parametrize(("env_id", "count"), [("InvertedPendulum-v5", 5), ("Swimmer-v5", 18), ("Hopper-v5", 36)])
 def test_mujoco(env_id, count):
     pytest.importorskip("mujoco", reason="requirements-mujoco.txt")
-    task = make_task(env_id, horizon_steps=5)
-    assert task.space.count == count
-    assert all(map(np.isfinite, roll_out(task, task.space.draw(np.random.default_rng(0)), 2, seed=0)))
+    problem = search_problem(env_id, horizon_steps=5)
+    assert problem.space.count == count
+    assert all(map(np.isfinite, problem.returns(problem.space.draw(np.random.default_rng(0)), 2, seed=0)))
 
 
 def test_missing_mujoco_is_named(monkeypatch):
@@ -185,7 +187,7 @@ def test_missing_mujoco_is_named(monkeypatch):
 
     monkeypatch.setattr(gymnasium, "make", missing)
     with pytest.raises(InputError, match=r"--env_id Swimmer-v5: .*pip install -r requirements-mujoco.txt"):
-        make_task("Swimmer-v5")
+        search_problem("Swimmer-v5")
 
 
 BAD_ENVIRONMENTS = [
@@ -205,7 +207,7 @@ BAD_ENVIRONMENTS = [
 @pytest.mark.parametrize(("env_id", "options", "message"), BAD_ENVIRONMENTS)
 def test_bad_environments(env_id, options, message):
     with pytest.raises(InputError, match=message) as error:
-        make_task(env_id, options)
+        search_problem(env_id, options)
     assert "\n" not in str(error.value)
 
 

@@ -5,24 +5,24 @@ import json
 import numpy as np
 import pytest
 
+from llm_policy.environments.gym_env import make_gym_environment
 from llm_policy.errors import InputError
-from llm_policy.policy_search.parameters import make_task
+from llm_policy.policy_search.answer_log import AnswerLog, read_log
+from llm_policy.policy_search.parameters import PolicySpace, search_problem
+from llm_policy.policy_search.prompts import DESCRIPTIONS, environment_description
+from llm_policy.policy_search.proposers import HillClimbingProposer, RandomProposer
 from llm_policy.policy_search.search import (
     Answer,
-    AnswerLog,
     History,
     Request,
     SearchSettings,
     longest_prompt,
     prompt_of,
-    read_log,
     search,
     seed_of,
 )
-from llm_policy.policy_search.proposers import HillClimbingProposer, RandomProposer
-from llm_policy.policy_search.prompts import DESCRIPTIONS, environment_description
 
-LAKE = make_task("FrozenLake-v1")
+LAKE = search_problem("FrozenLake-v1")
 A, B, C = (0,) * 16, (1,) * 16, (2,) * 16
 
 
@@ -94,7 +94,11 @@ def test_best_and_recent():
 def user_text(optimum=None, description=None, **changes) -> str:
     history = History()
     history.add(0, A, [0.0, 1.0])
-    return prompt_of(LAKE, history, settings(**changes), 3, optimum, description)[1]["content"]
+    return prompt_of(LAKE.space, history, settings(**changes), 3, optimum, description)[1]["content"]
+
+
+def description_of(env_id: str, options: dict | None = None) -> str:
+    return environment_description(make_gym_environment(env_id, options))
 
 
 def test_prompt_says_what_is_needed():
@@ -109,31 +113,30 @@ def test_prompt_options():
     assert "The best possible return is about 0.7442." in user_text(optimum=0.74424)
     assert "return: 0.5\n" in user_text(pool_duplicates=False)
     assert "reason" in user_text(ask_reason=True)
-    described = user_text(description=environment_description(LAKE))
+    described = user_text(description=environment_description(LAKE.environment))
     assert "SFFF|FHFH|FFFH|HFFG" in described
     assert "Slippery" in described
-    assert "Not slippery" in environment_description(make_task("FrozenLake-v1", {"is_slippery": False}))
+    assert "Not slippery" in description_of("FrozenLake-v1", {"is_slippery": False})
 
 
 def test_prompt_of_linear_policies():
-    car = make_task("MountainCarContinuous-v0")
-    text = prompt_of(car, History(), settings(), 1, None, None)[1]["content"]
+    def first_prompt(space: PolicySpace) -> str:
+        return prompt_of(space, History(), settings(), 1, None, None)[1]["content"]
+
+    text = first_prompt(search_problem("MountainCarContinuous-v0").space)
     assert "3 numbers from -6.0 to 6.0 with one decimal: the 1 x 2 matrix W" in text
     assert "cut at their bounds" in text
     assert "Nothing was tried so far." in text
-    assert (
-        "index, from 0, of the largest"
-        in prompt_of(make_task("CartPole-v1"), History(), settings(), 1, None, None)[1]["content"]
-    )
+    assert "index, from 0, of the largest" in first_prompt(search_problem("CartPole-v1").space)
 
 
 def test_descriptions():
     for env_id in ("CliffWalking-v1", "CartPole-v1", "MountainCar-v0", "MountainCarContinuous-v0"):
-        assert "{" not in environment_description(make_task(env_id))
+        assert "{" not in description_of(env_id)
     assert {"InvertedPendulum-v5", "Swimmer-v5", "Hopper-v5"} < set(DESCRIPTIONS)
-    for task in (make_task("Acrobot-v1"), make_task("FrozenLake-v1", {"success_rate": 0.5})):
+    for env_id, options in (("Acrobot-v1", {}), ("FrozenLake-v1", {"success_rate": 0.5})):
         with pytest.raises(InputError, match="--description_file"):
-            environment_description(task)
+            description_of(env_id, options)
 
 
 @pytest.mark.parametrize("history", ["whole", "best_and_recent"])
@@ -143,7 +146,7 @@ def test_no_prompt_is_longer_than_the_longest(history):
     model = Scripted(*texts)
     search(LAKE, model, chosen)
     lengths = [sum(len(message["content"]) for message in request.messages) for request in model.requests]
-    longest = longest_prompt(LAKE, chosen, None, None, line(A))
+    longest = longest_prompt(LAKE.space, chosen, None, None, line(A))
     assert max(lengths) <= sum(len(message["content"]) for message in longest) <= 1.5 * max(lengths)
 
 
@@ -193,7 +196,7 @@ def test_seeds_differ():
 
 def test_hill_climbing_crosses_a_plateau():
     """On a dry strip S F G only RIGHT, twice, earns anything: two values have to change before one of them pays."""
-    strip = make_task("FrozenLake-v1", {"desc": ["SFG"], "is_slippery": False}, 10)
+    strip = search_problem("FrozenLake-v1", {"desc": ["SFG"], "is_slippery": False}, 10)
     chosen = settings(iterations=60, episodes=1)
     history, _ = search(strip, HillClimbingProposer(strip.space, 0), chosen)
     assert (history.best.mean, history.best.parameters[:2]) == (1.0, (2, 2))
@@ -224,7 +227,7 @@ def test_the_log_holds_everything(whole_log, tmp_path):
 
 
 def test_a_kill_at_any_moment_costs_no_answer(whole_log, tmp_path):
-    """After each line, and in the middle of each: what goes on asks only what was not answered and ends the same."""
+    """After each line, and in the middle of each: a resumed run asks only what was not answered and ends the same."""
     content, steps = whole_log
     path = tmp_path / "answers.jsonl"
     ends = [i + 1 for i, byte in enumerate(content) if byte == ord("\n")]

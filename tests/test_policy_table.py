@@ -6,7 +6,6 @@ from tiny_models import build_tiny_model
 
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states, lake_mdp, shortest_path_policy
 from llm_policy.environments.mdp import AGREEMENT_GAMMA, greedy_policy, optimal_q
-from llm_policy.models import load_model, load_tokenizer
 from llm_policy.environments.policy_table import (
     PolicyReader,
     best_constant_action,
@@ -14,6 +13,7 @@ from llm_policy.environments.policy_table import (
     score_policy,
     uniform_policy,
 )
+from llm_policy.models import load_model, load_tokenizer
 from prompts import format_example
 
 GRID = CANONICAL_GRIDS["4x4"]

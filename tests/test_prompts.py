@@ -6,8 +6,8 @@ from tiny_models import build_tiny_model
 from trl import GRPOConfig, GRPOTrainer
 
 from llm_policy.completions import parse_completion
-from llm_policy.errors import InputError
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
+from llm_policy.errors import InputError
 from llm_policy.models import load_model, load_tokenizer
 from prompts import (
     OBSERVATIONS,

@@ -11,8 +11,8 @@ from tiny_models import build_tiny_model
 
 from llm_policy.errors import InputError
 from llm_policy.models import load_model, load_tokenizer
-from llm_policy.policy_search.parameters import make_task
-from llm_policy.policy_search.search import AnswerLog, History, Request, SearchSettings, search
+from llm_policy.policy_search.answer_log import AnswerLog
+from llm_policy.policy_search.parameters import search_problem
 from llm_policy.policy_search.proposers import (
     KEY_VARIABLE,
     EndpointProposer,
@@ -21,8 +21,9 @@ from llm_policy.policy_search.proposers import (
     RandomProposer,
     RecordedProposer,
 )
+from llm_policy.policy_search.search import History, Request, SearchSettings, search
 
-LAKE = make_task("FrozenLake-v1")
+LAKE = search_problem("FrozenLake-v1")
 SETTINGS = SearchSettings(iterations=3, episodes=2, warm_up=2)
 GOOD = "parameters: " + ", ".join("1" * 16)
 KEY = "sk-secret-0123456789"
@@ -77,8 +78,8 @@ def test_greedy_and_cut(tiny):
 
 @pytest.mark.parametrize("env_id", ["FrozenLake-v1", "CartPole-v1", "CliffWalking-v1"])
 @pytest.mark.parametrize("is_one_line", [True, False])
-def test_constrained_answers_are_in_form(tiny, env_id, is_one_line):
-    space = make_task(env_id).space
+def test_constrained_answers_are_well_formed(tiny, env_id, is_one_line):
+    space = search_problem(env_id).space
     proposer = LocalProposer(*tiny, 400, 3.0, answer_prefix="parameters:", is_one_line=is_one_line, space=space)
     found = {space.read_answer(proposer.propose(request(i)).text) for i in (1, 2, 3)}
     assert len(found) == 3  # the model does choose
@@ -100,7 +101,7 @@ def test_hill_climbing_asks_a_lucky_policy_again():
     assert proposed(history) == lucky
     history.add(3, lucky, [0.5])
     assert sum(a != b for a, b in zip(proposed(history), lucky, strict=True)) == 1
-    # Among equals there is no luck: it goes on from the latest
+    # Among equals there is no luck: it continues from the latest
     history.add(4, other, [1.5])
     assert sum(a != b for a, b in zip(proposed(history), other, strict=True)) == 1
 

@@ -1,8 +1,17 @@
 import json
+import os
+import re
+import subprocess
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import report
+from llm_policy.errors import InputError
+
+# The history in which the results below were made: commit -> Unix time and date
+COMMITS = {"a" * 40: (300, "2026-11-22"), "b" * 40: (100, "2026-11-21"), "c" * 40: (200, "2026-11-21")}
+WHEN = "2026-11-21, bbbbbbb"
 
 ROW = {"optimal_success": 0.8235, "optimal_at_horizon": 0.7442, "acting_states": 11.0}
 
@@ -14,7 +23,7 @@ def policy(name: str, success: float, states: int) -> dict:
     }  # fmt: skip
 
 
-def write_seed(folder, success: float, is_slippery: bool = True) -> None:
+def write_seed(folder, success: float, is_slippery: bool = True, run: dict | None = None) -> None:
     folder.mkdir(parents=True)
     policies = [
         policy("optimal", 0.8235, 11),
@@ -27,28 +36,51 @@ def write_seed(folder, success: float, is_slippery: bool = True) -> None:
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
     (folder / "result.txt").write_text(f"a table\nverdict: says {success} (warm start 5 steps, GRPO 30)\n")
     (folder / "minutes.txt").write_text("4.25\n")
-    (folder / "run.json").write_text('{"observation": "spaced"}')
+    (folder / "run.json").write_text(json.dumps({"observation": "spaced", "commit": "b" * 40} | (run or {})))
     if not (folder.parent / "command.txt").exists():
         (folder.parent / "command.txt").write_text(f"python results/run.py --name {folder.parent.name}\n")
 
 
 @pytest.fixture
 def results(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    folder = tmp_path / "results"
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "RESULTS", folder)
+    monkeypatch.setattr(report, "history", lambda: COMMITS)
     for seed, success in ((1, 0.8), (2, 0.4)):
-        write_seed(tmp_path / f"canonical_slippery/seed-{seed}", success)
-    write_seed(tmp_path / "dry/seed-1", 1.0, is_slippery=False)
-    (tmp_path / "dry/seed-2").mkdir()  # still running
-    return tmp_path
+        write_seed(folder / f"canonical/canonical_slippery/seed-{seed}", success)
+    write_seed(folder / "canonical/dry/seed-1", 1.0, is_slippery=False)
+    (folder / "canonical/dry/seed-2").mkdir()  # still running
+    return folder
 
 
-def test_training_table(results):
+def write_search(folder) -> None:
+    for seed, value in ((1, 0.3), (2, 0.1)):
+        (folder / f"seed-{seed}").mkdir(parents=True)
+        rows = [{"policy": "optimal", "value": 0.7402, "episodes": None}]
+        names = ("random search", "hill climbing", "ProPS, model")
+        rows += [{"policy": name, "value": value, "episodes": 400} for name in names]
+        content = {
+            "env_id": "FrozenLake-v1", "horizon_steps": 100, "searched": "ProPS, model", "policies": rows,
+            "published": {"PPO": ".16"},
+        }  # fmt: skip
+        (folder / f"seed-{seed}/evaluation.json").write_text(json.dumps(content))
+        (folder / f"seed-{seed}/minutes.txt").write_text("2.50\n")
+        (folder / f"seed-{seed}/run.json").write_text(json.dumps({"commit": "c" * 40}))
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_results_section(results):
     found = report.training_results()
     assert {name: len(seeds) for name, seeds in found.items()} == {"canonical_slippery": 2, "dry": 1}
-    lines = report.training_table(found).splitlines()
+    lines = report.results_section(found).splitlines()
     assert lines[2] == (
-        "| [canonical_slippery](results/canonical_slippery) | 2 | **0.6000** (0.8000, 0.4000) of 0.8235 "
-        "| **0.3000** (0.4000, 0.2000) of 0.7442 | **0.1500** (0.2000, 0.1000) | 9, 9 of 11 | 4.2, 4.2 | says 0.4 |"
+        "| [canonical_slippery](results/canonical/canonical_slippery) | 2 | **0.6000** (0.8000, 0.4000) of 0.8235 "
+        "| **0.3000** (0.4000, 0.2000) of 0.7442 | **0.1500** (0.2000, 0.1000) | 9, 9 of 11 | 4.2, 4.2 | says 0.4 "
+        f"| {WHEN} |"
     )
     names = [line.split("|")[1].strip(" *") for line in lines[4:]]
     assert names == [
@@ -56,54 +88,148 @@ def test_training_table(results):
     ]  # fmt: skip
 
 
+def test_the_summary_sets_each_score_beside_its_optimum(results):
+    for seed in (1, 2):
+        file = results / f"canonical/canonical_slippery/seed-{seed}/evaluation.json"
+        evaluation = json.loads(file.read_text())
+        others = (policy("best constant action (DOWN)", 0.05, 2), policy("untrained, greedy", 0.01, 0))
+        evaluation["policies"] += others
+        file.write_text(json.dumps(evaluation))
+    write_seed(results / "maps_never_seen/random_maps_dry_ways_250/seed-7", 0.9, is_slippery=False)
+    file = results / "maps_never_seen/random_maps_dry_ways_250/seed-7/evaluation.json"
+    file.write_text(file.read_text().replace('"policy":', '"maps": 200, "policy":'))
+    write_search(results / "policy_search/props_frozen_lake")
+    lines = report.all_sections(report.training_results())["summary"].splitlines()
+    lake, within = "slippery lake: success", "slippery lake: success within 100 steps"
+    assert [cells(line) for line in lines[2:]] == [
+        [
+            "[GRPO, this repository](results/canonical/canonical_slippery)", lake, "**0.6000** (0.8000, 0.4000)",
+            "0.8235", "2", "4", WHEN,
+        ],
+        ["untrained model", lake, "0.0100", "0.8235", "exact", "", WHEN],
+        ["best constant action (DOWN)", lake, "0.0500", "0.8235", "exact", "", WHEN],
+        ["uniformly random policy", lake, "0.0139", "0.8235", "exact", "", WHEN],
+        [
+            "[GRPO, this repository](results/maps_never_seen/random_maps_dry_ways_250)",
+            "200 maps never seen, not slippery: percent of the optimum", "**90.0** (90.0)", "100", "1", "4", WHEN,
+        ],
+        [
+            "[ProPS, model](results/policy_search/props_frozen_lake)", within, "**0.2000** (0.3000, 0.1000)", "0.7402",
+            "2", "2", "2026-11-21, ccccccc",
+        ],
+        ["hill climbing", within, "**0.2000** (0.3000, 0.1000)", "0.7402", "2", "", "2026-11-21, ccccccc"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        ([{"commit": "b" * 40}], "2026-11-21, bbbbbbb"),
+        # in the order of their commits, not of the seeds
+        ([{"commit": "a" * 40}, {"commit": "c" * 40}], "2026-11-21..2026-11-22, ccccccc..aaaaaaa"),
+        ([{"commit": "c" * 40}, {"commit": "b" * 40}], "2026-11-21, bbbbbbb..ccccccc"),
+        ([{"commit": "b" * 40, "resumed": [{"commit": "a" * 40}]}], "2026-11-21..2026-11-22, bbbbbbb..aaaaaaa"),
+        # the day of the run, where it is kept, is not the day of its code
+        ([{"commit": "b" * 40, "date": "2026-11-25T10:00:00+00:00"}], "2026-11-25, bbbbbbb"),
+        ([{"commit": "unknown", "date": "2026-11-25"}], "2026-11-25"),
+    ],
+)
+def test_a_row_has_the_dates_and_commits_of_its_runs(results, runs, expected):
+    for seed, run in enumerate(runs):
+        write_seed(results / f"canonical/other/seed-{seed}", 0.3, run=run)
+    [line] = [row for row in report.results_section(report.training_results()).splitlines() if "[other]" in row]
+    assert line.endswith(f"| {expected} |")
+
+
+def test_a_file_without_a_known_commit_has_the_date_of_its_content_in_git(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "history", report.history.__wrapped__)
+
+    def git(*arguments: str, day: int = 1) -> str:
+        when = f"2026-11-{day:02}T12:00:00+0000"
+        names = {"GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a", "GIT_COMMITTER_NAME": "a", "GIT_COMMITTER_EMAIL": "a"}
+        dates = {"GIT_AUTHOR_DATE": when, "GIT_COMMITTER_DATE": when}
+        command = ["git", "-c", "commit.gpgsign=false", *arguments]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=os.environ | names | dates, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    old, moved = tmp_path / "old.json", tmp_path / "moved.json"
+    old.write_text('{"device": "one thread"}')
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first", day=3)
+    first = git("rev-parse", "HEAD")
+    git("mv", "old.json", "moved.json")
+    assert report.date_and_commit(report.made(moved)) == f"2026-11-03, {first[:7]}"
+    git("commit", "-q", "-m", "moved", day=5)
+    assert report.date_and_commit(report.made(moved)) == f"2026-11-03, {first[:7]}"
+    (tmp_path / "run.json").write_text(json.dumps({"commit": git("rev-parse", "HEAD")}))
+    assert report.date_and_commit(report.made(tmp_path / "run.json")).startswith("2026-11-05, ")
+    moved.write_text('{"device": "two threads"}')
+    assert report.date_and_commit(report.made(moved)) == "not committed yet"
+
+
+def test_without_git_one_line_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    with pytest.raises(InputError, match=r"git rev-parse: .*; the dates of results need git and a full clone"):
+        report.history.__wrapped__()
+
+
 def test_the_worst_of_equal_seeds_has_fewest_optimal_states(results):
     for seed, states in ((1, 6), (2, 3), (3, 4)):
-        folder = results / f"poor/seed-{seed}"
+        folder = results / f"canonical/poor/seed-{seed}"
         write_seed(folder, 0.0)
         evaluation = json.loads((folder / "evaluation.json").read_text())
         evaluation["policies"][2]["optimal_states"] = states
         (folder / "evaluation.json").write_text(json.dumps(evaluation))
         (folder / "result.txt").write_text(f"verdict: {states} states\n")
-    [line] = [row for row in report.training_table(report.training_results()).splitlines() if "[poor]" in row]
-    assert line.endswith("| 3 states |")
+    [line] = [row for row in report.results_section(report.training_results()).splitlines() if "[poor]" in row]
+    assert line.endswith(f"| 3 states | {WHEN} |")
 
 
-def test_ablation_table(results):
-    for name, options in (("kl", ""), ("prompt", "--config configs/laptop_original.yaml ")):
-        folder = results / f"ablation_{name}"
-        folder.mkdir()
+def test_ablations_section(results):
+    options_of = {"kl": "", "mine": "--config mine.yaml ", "prompt": "--config configs/laptop_original.yaml "}
+    for name, options in options_of.items():
+        folder = results / f"ablations/ablation_{name}"
+        folder.mkdir(parents=True)
         flags = f"-- --max_steps 40 --{name} 1 --stop_when either --beta 2"
         (folder / "command.txt").write_text(f"python results/run.py --name ablation_{name} {options}{flags}\n")
         write_seed(folder / "seed-1", 0.3)
-    metrics = results / "canonical_slippery/seed-1/metrics.jsonl"
+    metrics = results / "canonical/canonical_slippery/seed-1/metrics.jsonl"
     metrics.write_text(metrics.read_text() + json.dumps({"step": 5, "policy/percent_of_optimal": 100.0}) + "\n")
-    assert report.ablation_table(report.training_results()).splitlines()[2:] == [
+    assert report.ablations_section(report.training_results()).splitlines()[2:] == [
         "| *canonical_slippery, unchanged* | **0.6000** (0.8000, 0.4000) | 9, 9 of 11 | 5, never | 5, 2 | 4, 4 "
-        "| says 0.4 |",
-        "| [`--kl 1 --beta 2`](results/ablation_kl) | **0.3000** (0.3000) | 9 of 11 | never | 2 | 4 | says 0.3 |",
-        "| [`--prompt 1 --beta 2`](results/ablation_prompt) | **0.3000** (0.3000) | 9 of 11 | never | 2 | 4 "
-        "| says 0.3 |",
+        f"| says 0.4 | {WHEN} |",
+        "| [`--kl 1 --beta 2`](results/ablations/ablation_kl) | **0.3000** (0.3000) | 9 of 11 | never | 2 | 4 "
+        f"| says 0.3 | {WHEN} |",
+        "| [`--prompt 1 --beta 2`](results/ablations/ablation_prompt) | **0.3000** (0.3000) | 9 of 11 | never | 2 | 4 "
+        f"| says 0.3 | {WHEN} |",
+        "| [`--mine 1 --beta 2`](results/ablations/ablation_mine) | **0.3000** (0.3000) | 9 of 11 | never | 2 | 4 "
+        f"| says 0.3 | {WHEN} |",
     ]
 
 
-def test_maps_table(results):
+def test_maps_section(results):
     for seed, success in ((1, 0.5), (2, 0.7)):
-        folder = results / f"random_maps_dry/seed-{seed}"
+        folder = results / f"maps_never_seen/random_maps_dry/seed-{seed}"
         write_seed(folder, success)
         evaluation = json.loads((folder / "evaluation.json").read_text())
         others = (("untrained, greedy", 0.01), ("shortest path", 0.2), ("best constant action (LEFT)", 0.1))
         evaluation["policies"] += [policy(name, value, 1) for name, value in others]
         (folder / "evaluation.json").write_text(json.dumps(evaluation))
-    row = "| [random_maps_dry](results/random_maps_dry) | spaced | **60.0** (50.0, 70.0) | 1.0 | 20.0 | 10.0 | 1.4 "
-    row += "| 0.8235 | 9.0, 9.0 of 11.0 | {} | {} | 2, 2 | 4, 4 |"
+    row = "| [random_maps_dry](results/maps_never_seen/random_maps_dry) | spaced | **60.0** (50.0, 70.0) | 1.0 | 20.0 "
+    row += f"| 10.0 | 1.4 | 0.8235 | 9.0, 9.0 of 11.0 | {{}} | {{}} | 2, 2 | 4, 4 | {WHEN} |"
 
     def rows() -> list[str]:
-        return report.maps_table({"random_maps_dry": report.training_results()["random_maps_dry"]}).splitlines()[2:]
+        return report.maps_section({"random_maps_dry": report.training_results()["random_maps_dry"]}).splitlines()[2:]
 
     assert rows() == [row.format("", "")]
     # SFG: RIGHT twice. SF|FG: two best actions, DOWN, RIGHT
     for seed, letters in ((1, ["RR.", "RDD."]), (2, ["RL.", "DD.."])):
-        path = results / f"random_maps_dry/seed-{seed}/evaluation.json"
+        path = results / f"maps_never_seen/random_maps_dry/seed-{seed}/evaluation.json"
         evaluation = json.loads(path.read_text()) | {"is_slippery": False, "maps": ["SFG", "SF|FG"]}
         evaluation["policies"][2]["actions"] = letters
         path.write_text(json.dumps(evaluation))
@@ -125,47 +251,55 @@ def test_first_wrong_step_of_a_map_that_is_lost(grid, letters, expected):
     assert report._first_wrong_steps([seed]) == expected
 
 
-def test_speed_table(results):
-    (results / "step_time").mkdir()
+def test_speed_section(results):
+    (results / "speed/step_time").mkdir(parents=True)
     parts = {"sampling": 2.0, "training_pass": 3.0, "rest": 0.5, "tokens": 100.0}
     rounds = {"stock TRL": (40.0, 42.0), "packed": (10.0, 7.0)}
     content = {
         "device": "2 CPU threads",
+        "commit": "b" * 40,
         "medians": {"stock TRL": {"seconds": 40.0, **parts}, "packed": {"seconds": 10.0, **parts}},
         "rounds": {name: [{"seconds": s} for s in steps] for name, steps in rounds.items()},
         "peak_memory_gb": {"stock TRL": 5.0, "packed": 4.0},
     }
-    (results / "step_time/one.json").write_text(json.dumps(content))
-    assert "**stock / packed: 5.00** (4.00 to 6.00 in 2 rounds), 2 CPU threads" in report.speed_table()
+    (results / "speed/step_time/one.json").write_text(json.dumps(content))
+    assert "**stock / packed: 5.00** (4.00 to 6.00 in 2 rounds), 2 CPU threads" in report.speed_section()
+    for line in report.speed_section().splitlines()[2:]:
+        assert line.startswith("| [one](results/speed/step_time/one.json) |")
+        assert line.endswith(f"| {WHEN} |")
 
 
-def test_probe_table(results):
+def test_probe_section(results):
     path = results / "probe.json"
-    content = {"percent_of_optimal": {"place": {"not slippery": [10.0, 20.0], "slippery": [5.0, 6.0]}}}
+    content = {
+        "commit": "b" * 40,
+        "percent_of_optimal": {"place": {"not slippery": [10.0, 20.0], "slippery": [5.0, 6.0]}},
+    }
     path.write_text(json.dumps(content))
-    assert report.probe_table(path).splitlines() == [
-        "| a small network reads | not slippery, percent of optimal | slippery, percent of optimal |",
-        "|---|---|---|",
-        "| place | **15.0** (10.0, 20.0) | **5.5** (5.0, 6.0) |",
+    assert report.probe_section(path).splitlines() == [
+        "| a small network reads | not slippery, percent of the optimum | slippery, percent of the optimum "
+        "| date, commit |",
+        "| --- | --- | --- | --- |",
+        f"| place | **15.0** (10.0, 20.0) | **5.5** (5.0, 6.0) | {WHEN} |",
     ]
 
 
-def test_search_table(results):
-    for seed, value in ((1, 0.3), (2, 0.1)):
-        folder = results / f"props_frozen_lake/seed-{seed}"
-        folder.mkdir(parents=True)
-        rows = [{"policy": "optimal", "value": 0.7402, "episodes": None}]
-        rows += [{"policy": name, "value": value, "episodes": 400} for name in ("random search", "ProPS, model")]
-        content = {"env_id": "FrozenLake-v1", "searched": "ProPS, model", "policies": rows, "published": {"PPO": ".16"}}
-        (folder / "evaluation.json").write_text(json.dumps(content))
-        (folder / "minutes.txt").write_text("2.50\n")
-    lines = report.search_table(report.training_results()).splitlines()
+def test_search_section(results):
+    write_search(results / "policy_search/props_frozen_lake")
+    lines = report.all_sections(report.training_results())["search"].splitlines()
     assert "props_frozen_lake" not in report.training_results()
     assert [line.split("|")[2].strip() for line in lines[2:]] == [
-        "optimal", "random search", "ProPS, model", "GRPO, objective expected", "*PPO, published*",
+        "optimal", "random search", "hill climbing", "ProPS, model", "GRPO, objective expected", "*PPO, published*",
     ]  # fmt: skip
-    assert "| 2 | **0.2000** (0.3000, 0.1000) | 400, 400 | 2.5, 2.5 |" in lines[4]
-    assert "**0.3000** (0.4000, 0.2000)" in lines[5]  # within the limit, greedy
+    assert "| 2 | **0.2000** (0.3000, 0.1000) | 400, 400 | 2.5, 2.5 |" in lines[5]
+    assert "**0.3000** (0.4000, 0.2000)" in lines[6]  # within the limit, greedy
+    assert [cells(line)[-1] for line in lines[2:]] == ["2026-11-21, ccccccc"] * 4 + [WHEN, ""]
+
+
+def test_a_damaged_file_is_named(results):
+    (results / "canonical/dry/seed-1/evaluation.json").write_text('{"policies": [')
+    with pytest.raises(InputError, match=r"^results/canonical/dry/seed-1/evaluation\.json: cannot be read as JSON"):
+        report.training_results()
 
 
 def test_curves_are_drawn(results, monkeypatch):
@@ -176,26 +310,113 @@ def test_curves_are_drawn(results, monkeypatch):
         return draw(curves, lines, *labels)
 
     monkeypatch.setattr(report, "curves_figure", curves_figure)
-    report.write_curves({"ours": report.training_results()["canonical_slippery"]}, results / "curves.png")
+    ours = report.training_results()["canonical_slippery"]
+    report.write_curves({"ours": ours}, results / "new/curves.png", "one lake")
     assert drawn["curves"] == {"ours (2 seeds)": [([1.0], [0.8]), ([1.0], [0.4])]}, "minutes, success"
     assert drawn["lines"] == {"optimal": 0.8235, "uniform random": 0.0139}
     assert drawn["labels"][0] == "minutes of GRPO, CPU"
-    assert (results / "curves.png").stat().st_size > 10_000
+    assert (results / "new/curves.png").stat().st_size > 10_000
 
 
-def test_a_section_is_replaced_and_nothing_else():
-    begin, end = (marker.format(name="speed") for marker in report.MARKERS)
+@pytest.mark.parametrize("labels", [["ours"], ["ours", "the original with this objective and learning rate"]])
+def test_a_picture_has_one_legend_and_a_title_that_is_not_cut(labels):
+    title = "Percent of the optimum on maps never seen in training, not slippery"
+    curves = {label: [([1.0, 2.0], [0.0, 90.0])] for label in labels}
+    figure = report.curves_figure(curves, {}, "minutes", "percent", title)
+    FigureCanvasAgg(figure).draw()
+    [legend] = figure.legends
+    assert legend.get_title().get_text() == title
+    boxes = [text.get_window_extent() for text in (legend.get_title(), *legend.get_texts())]
+    assert all(0 <= box.x0 < box.x1 <= figure.bbox.x1 for box in boxes), "inside the picture"
+    heights = [figure.bbox.y1, *(y for box in boxes for y in (box.y1, box.y0)), figure.axes[0].bbox.y1]
+    assert heights == sorted(heights, reverse=True), "the title, then each label, then the curves: none on another"
+
+
+def with_markers(*names: str) -> str:
+    return "".join(
+        f"before {name}\n{report.BEGIN.format(name=name)}\nold \\1\n{report.END.format(name=name)}\n" for name in names
+    )
+
+
+def test_a_section_is_replaced_and_nothing_else(tmp_path):
+    begin, end = (marker.format(name="speed") for marker in (report.BEGIN, report.END))
     text = f"before\n{begin}\nold \\1\n{end}\nafter\n"
-    new = report.with_section(text, "speed", "| new \\1 |")
+    file = report.ROOT / "README.md"
+    new = report.with_section(text, "speed", "| new \\1 |", file)
     assert new == f"before\n{begin}\n| new \\1 |\n{end}\nafter\n"
-    assert report.with_section(new, "speed", "| new \\1 |") == new
-    with pytest.raises(SystemExit, match=r"README\.md: no line"):
-        report.with_section("nothing", "speed", "")
+    assert report.with_section(new, "speed", "| new \\1 |", file) == new
+    with pytest.raises(InputError, match=r"README\.md: no line"):
+        report.with_section("nothing", "speed", "", file)
+    with pytest.raises(InputError, match=r"README\.md: no line '<!-- end of speed -->'"):
+        report.with_section(f"{begin}\n", "speed", "", file)
 
 
-def test_the_readme_is_what_results_say(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["report.py", "--check"])
-    assert report.main() == 0, capsys.readouterr().out
+def test_a_section_is_written_wherever_it_has_a_place_with_links_from_there(results):
+    readme, docs = results.parent / "README.md", results.parent / "docs/results.md"
+    texts = {readme: with_markers("summary", "results"), docs: with_markers("results")}
+    sections = {"summary": "a table", "results": "| [x](results/canonical/x), `results/run.py` |"}
+    written = report.with_sections(texts, sections)
+    assert "| [x](results/canonical/x), `results/run.py` |" in written[readme]
+    assert "| [x](../results/canonical/x), `results/run.py` |" in written[docs]
+    assert "a table" in written[readme]
+    assert "old" not in written[readme] + written[docs]
+
+
+def test_a_section_without_a_place_and_a_place_without_a_section_are_named(results):
+    readme = results.parent / "README.md"
+    with pytest.raises(InputError, match=r"section 'speed': has no place; put the lines '<!-- speed: written"):
+        report.with_sections({readme: with_markers("summary")}, {"summary": "", "speed": ""})
+    with pytest.raises(InputError, match=r"^README\.md: section 'sumary': expected one of summary, results, "):
+        report.with_sections({readme: with_markers("sumary")}, {})
+    # what a page says of the markers is no place; a section whose results are not there stays as it is
+    text = "Lines `<!-- NAME: written by report.py -->` are markers.\n" + with_markers("probe")
+    assert report.with_sections({readme: text}, {}) == {readme: text}
+
+
+def test_the_files_are_written_and_checked(results, capsys):
+    readme, docs = results.parent / "README.md", results.parent / "docs/results.md"
+    docs.parent.mkdir()
+    readme.write_text(with_markers("summary"))
+    docs.write_text(with_markers("results"))
+    (results / "my_study/mine").mkdir(parents=True)
+    assert report.main(["--check"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "out of date: README.md, docs/results.md; run python report.py\n"
+    assert err == "results/my_study: no section shows this study\n"
+    assert "old" in readme.read_text(), "a check changes nothing"
+    assert report.main([]) == 0
+    assert "](results/canonical/canonical_slippery)" in readme.read_text()
+    assert "](../results/canonical/canonical_slippery)" in docs.read_text()
+    assert (docs.parent / "pictures/learning_curves.png").exists()
+    assert report.main(["--check"]) == 0
+
+
+def test_without_results_one_line_says_what_makes_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    with pytest.raises(InputError, match=r"results/: holds no finished seeds yet; results/run\.py makes them"):
+        report.main([])
+
+
+def test_the_documents_are_what_results_say(capsys):
+    try:
+        report.history()
+    except InputError as error:
+        pytest.skip(f"the dates of results are not known here: {error}")
+    assert report.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_each_committed_result_has_a_date_and_a_commit():
+    try:
+        sections = report.all_sections(report.training_results())
+    except InputError as error:
+        pytest.skip(f"the dates of results are not known here: {error}")
+    assert set(sections) == set(report.SECTIONS)
+    for section in sections.values():
+        for line in section.splitlines()[2:]:
+            is_published = ", published*" in line
+            assert is_published or re.search(
+                r"\| 20\d\d-\d\d-\d\d(\.\.20\S+)?, [0-9a-f]{7}(\.\.[0-9a-f]{7})? \|$", line
+            ), line
 
 
 def test_no_label_of_a_line_stands_on_another():

@@ -1,6 +1,7 @@
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -8,16 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from llm_policy.errors import InputError
+
 SPEC = importlib.util.spec_from_file_location("results_run", Path(__file__).parent.parent / "results" / "run.py")
 results_run = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(results_run)
 
 COMMANDS = sorted(  # without those of benchmarks
     path.parent
-    for path in (Path(__file__).parent.parent / "results").glob("*/command.txt")
+    for path in (Path(__file__).parent.parent / "results").glob("*/*/command.txt")
     if "results/run.py" in path.read_text()
 )
-KL = ["--name", "kl", "--seeds", "4", "5", "--", "--beta", "0.1"]
+KL = ["--study", "ablations", "--name", "kl", "--seeds", "4", "5", "--", "--beta", "0.1"]
 
 
 @pytest.fixture
@@ -37,38 +40,99 @@ def started(tmp_path, monkeypatch):
 
     monkeypatch.setattr(results_run, "ROOT", tmp_path)
     monkeypatch.setattr(results_run, "run_to_its_end", run)
-    monkeypatch.setattr(results_run.subprocess, "run", lambda command, **_: run(command))  # the expert's CSV
     return commands
 
 
-def test_each_seed_is_run_and_its_files_kept(started, tmp_path):
+def test_each_seed_is_run_and_its_files_kept(started, tmp_path, capsys):
     assert results_run.main(KL) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "seed 4, 1 of 2: train_script.py in runs/kl/seed-4",
+        "seed 5, 2 of 2: train_script.py in runs/kl/seed-5",
+        "results/ablations/kl: finished seed-4, seed-5",
+    ]
     assert [command[command.index("--seed") + 1] for command in started] == ["4", "5"]
     assert all(command[-2:] == ["--beta", "0.1"] for command in started)
-    kept = {path.relative_to(tmp_path / "results/kl").as_posix() for path in (tmp_path / "results/kl").rglob("*.*")}
+    target = tmp_path / "results/ablations/kl"
+    kept = {path.relative_to(target).as_posix() for path in target.rglob("*.*")}
     assert kept == {"command.txt"} | {f"seed-{s}/{name}" for s in (4, 5) for name in ("evaluation.json", "minutes.txt")}
 
 
 def test_other_seeds_are_added_to_the_command(started, tmp_path):
     results_run.main(KL)
     results_run.main(["--name", "kl", "--seeds", "6", "4", "--", "--beta", "0.1"])
-    command = (tmp_path / "results/kl/command.txt").read_text()
-    assert command == "python results/run.py --name kl --seeds 4 5 6 -- --beta 0.1\n"
+    command = (tmp_path / "results/ablations/kl/command.txt").read_text()
+    assert command == "python results/run.py --study ablations --name kl --seeds 4 5 6 -- --beta 0.1\n"
     assert len(started) == 4
 
 
-def test_another_command_does_not_go_into_the_same_folder(started, tmp_path, capsys):
+def test_another_command_does_not_go_into_the_same_folder(started, tmp_path):
     results_run.main(KL)
-    with pytest.raises(SystemExit):
+    expected = (
+        r"^results/ablations/kl/command\.txt: belongs to another command; take another --name, or delete results/"
+    )
+    with pytest.raises(InputError, match=expected):
         results_run.main(["--name", "kl", "--seeds", "6", "--", "--beta", "0.3"])
-    assert "results/kl/command.txt: of another command" in capsys.readouterr().err
     assert len(started) == 2
+    benchmark = tmp_path / "results/speed/step_time/command.txt"
+    benchmark.parent.mkdir(parents=True)
+    benchmark.write_text("python benchmarks/step_time.py --output results/step_time/embedded_11x8.json\n")
+    with pytest.raises(InputError, match=r"results/speed/step_time/command\.txt: belongs to another command"):
+        results_run.main(["--name", "step_time"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        # a new result has no study yet
+        (["--name", "new"], r"--name new: no study holds it yet; give --study as well \(ablations, or a new one\)"),
+        # runs/kl is the folder of one result only
+        (["--study", "other", "--name", "kl"], "--study other: kl belongs to the study ablations; take another --name"),
+        (
+            ["--study", "ablations", "--name", "../x"],
+            "--name '../x': expected a plain word of letters, digits, _ and -",
+        ),
+        (["--study", "a/b", "--name", "x"], "--study 'a/b': expected a plain word"),
+        (["--study", "..", "--name", "x"], r"--study '\.\.': expected a plain word"),
+        (["--study", "", "--name", "x"], "--study '': expected a plain word"),
+        (["--name", "x\n"], "expected a plain word"),
+        (["--name", "*"], "expected a plain word"),
+    ],
+)
+def test_what_is_no_result_of_a_study_is_refused(arguments, expected, started, tmp_path):
+    results_run.main(KL)
+    with pytest.raises(InputError, match=f"^{expected}" if expected.startswith("--") else expected):
+        results_run.main(arguments)
+    assert len(started) == 2
+    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["ablations"]
+
+
+def test_the_study_is_needed_where_two_hold_the_name(started, tmp_path):
+    for study in ("a", "b"):
+        (tmp_path / "results" / study / "x").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"^--name x: the studies a and b hold it; give --study as well"):
+        results_run.main(["--name", "x"])
+
+
+def test_an_error_is_one_line_and_help_stays_short():
+    script = str(Path(__file__).parent.parent / "results" / "run.py")
+    call = [sys.executable, script, "--name", "../x"]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --name '../x': expected a plain word of letters, digits, _ and -\n"
+    with pytest.raises(
+        InputError, match=r"^unrecognized arguments: --beta; see --help, options of the script go behind --"
+    ):
+        results_run.main(["--study", "ablations", "--name", "kl", "--beta", "0.1"])
+    done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True)
+    assert "exit codes: 0 done, 2 " in done.stdout
+    assert len(done.stdout.splitlines()) < 60
 
 
 def test_the_command_says_all_that_was_asked_for(started, tmp_path):
     options = ["--name", "maps", "--config", "c.yaml", "--expert", "--random_maps 9 --rows states", "--share_untrained"]
-    results_run.main([*options, "--seeds", "1", "2"])
-    command = (tmp_path / "results/maps/command.txt").read_text()
+    options = ["--study", "maps_never_seen", *options]
+    results_run.main([*options, "--seeds", "1", "2", "1"])
+    command = (tmp_path / "results/maps_never_seen/maps/command.txt").read_text()
     assert results_run.shlex.split(command) == ["python", "results/run.py", *options, "--seeds", "1", "2"]
     assert started[0][1:5] == ["-m", "llm_policy.environments.expert_q", "--random_maps", "9"]
     results_run.main([*options, "--seeds", "3"])
@@ -78,14 +142,26 @@ def test_the_command_says_all_that_was_asked_for(started, tmp_path):
 
 @pytest.mark.parametrize("folder", COMMANDS, ids=[folder.name for folder in COMMANDS])
 def test_the_committed_commands_run_their_seeds_again(folder, started, tmp_path):
+    """Also the old ones, which name no study: it is the one that holds the result."""
     command = results_run.shlex.split((folder / "command.txt").read_text())
-    kept = tmp_path / "results" / folder.name / "command.txt"
+    kept = tmp_path / "results" / folder.parent.name / folder.name / "command.txt"
     kept.parent.mkdir(parents=True)
     kept.write_text((folder / "command.txt").read_text())
     assert results_run.main(command[2:]) == 0
     assert sorted(results_run.shlex.split(kept.read_text())) == sorted(command)
     seeds = {path.name for path in folder.glob("seed-*")}
     assert {call[call.index("--output_dir") + 1].split("/")[-1] for call in started if "--seed" in call} == seeds
+    assert {path.parent for path in (tmp_path / "results").rglob("evaluation.json")} == {kept.parent / s for s in seeds}
+
+
+def test_old_commands_without_a_study_are_among_the_committed_ones():
+    assert any("--study" not in (folder / "command.txt").read_text() for folder in COMMANDS)
+
+
+def test_where_the_experts_csv_cannot_be_made_no_seed_begins(started, monkeypatch):
+    monkeypatch.setattr(results_run, "run_to_its_end", lambda command: 2)
+    assert results_run.main([*KL[:4], "--expert", "--rows nonsense"]) == 2
+    assert started == []
 
 
 def test_the_minutes_of_a_part_that_was_interrupted_count(started, tmp_path, monkeypatch):

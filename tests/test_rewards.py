@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from llm_policy.errors import InputError
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states, lake_mdp
 from llm_policy.environments.mdp import greedy_policy, optimal_q
+from llm_policy.errors import InputError
 from rewards import (
     ORIGINAL_REWARD,
     REWARD_SHAPES,

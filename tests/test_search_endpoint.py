@@ -19,8 +19,8 @@ import pytest
 from tiny_models import build_tiny_model
 
 from llm_policy.errors import InputError
-from llm_policy.models import ROOT
-from llm_policy.policy_search.search import read_log
+from llm_policy.policy_search.answer_log import read_log
+from llm_policy.run_files import ROOT
 from search_policy import main
 
 START_SECONDS = 180

@@ -13,11 +13,13 @@ from stub_endpoint import stub_endpoint
 from tiny_models import build_tiny_model
 
 import search_policy
-from llm_policy.errors import run_script
-from llm_policy.models import ROOT
-from llm_policy.policy_search.search import Step, read_log
+from llm_policy.errors import InputError, run_script
+from llm_policy.policy_search.answer_log import read_log
+from llm_policy.policy_search.judge import Judgement, Row, row_of, verdict_of
 from llm_policy.policy_search.proposers import KEY_VARIABLE
-from search_policy import Judgement, Row, main, parse_arguments, row_of, verdict_of
+from llm_policy.policy_search.search import Step
+from llm_policy.run_files import ROOT, only_process_in, resolved_config
+from search_policy import main, read_arguments
 
 KEY = "sk-secret-0123456789"
 GOOD = "parameters: " + ", ".join("1" * 16)
@@ -137,7 +139,7 @@ def test_without_baselines_and_with_options(tmp_path):
 
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory):
-    """A tiny model with room for a prompt: its tokenizer takes about a token a letter."""
+    """A tiny model with room for a prompt: its tokenizer takes about one token per letter."""
     folder = build_tiny_model(tmp_path_factory.mktemp("tiny") / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
@@ -155,7 +157,6 @@ def test_a_local_model(tiny_model, tmp_path, capsys):
 def test_a_local_model_left_to_itself(tiny_model, tmp_path, capsys):
     model = ["--constrained", "false", "--proposer", "local", "--model_name_or_path", tiny_model, "--dtype", "float32"]
     model += ["--iterations", 2]
-    # "--proposer", "local", "--model_name_or_path", tiny_model, "--dtype", "float32", "--iterations", 2]
     assert main(small_run(tmp_path / "out", *model, "--describe_environment", "true")) == 0
     answers = [r for r in read_log(tmp_path / "out/answers.jsonl") if r["kind"] == "answer"]
     assert [(r["iteration"], r["attempt"]) for r in answers] == [(1, 0), (1, 1), (2, 0), (2, 1)]
@@ -175,7 +176,7 @@ def endpoint_run(output_dir, base_url, *more):
     return small_run(output_dir, *endpoint, *more)
 
 
-def test_a_run_whose_endpoint_went_down_goes_on(tmp_path, capsys):
+def test_a_run_whose_endpoint_went_down_resumes(tmp_path, capsys):
     out = tmp_path / "out"
     with stub_endpoint(GOOD, "nonsense", 500) as server, pytest.raises(SystemExit) as leaving:
         run_script(lambda: main(endpoint_run(out, server.base_url)))
@@ -183,11 +184,11 @@ def test_a_run_whose_endpoint_went_down_goes_on(tmp_path, capsys):
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
     assert "status 500 after 1 more tries" in line
-    assert "the same command goes on" in line
+    assert "the same command resumes" in line
     assert not (out / "evaluation.json").exists()
     with stub_endpoint(GOOD) as server:  # elsewhere
         assert main(endpoint_run(out, server.base_url)) == 0
-    assert "2 answers from before are taken and not asked again" in capsys.readouterr().out
+    assert "2 earlier answers, not asked again" in capsys.readouterr().out
     assert len(server.requests) == 5 - 2 + 1
     assert json.loads((out / "evaluation.json").read_text())["cost"]["calls"] == 6
     assert KEY not in "".join(path.read_text() for path in out.iterdir() if path.suffix != ".png")
@@ -200,8 +201,41 @@ def test_interrupted(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patched:
         patched.setattr(search_policy, "search", interrupted)
         assert main(small_run(tmp_path / "out")) == 75
-    assert "the same command goes on" in capsys.readouterr().out
+    assert "the same command resumes" in capsys.readouterr().out
     assert main(small_run(tmp_path / "out")) == 0
+
+
+def test_only_one_process_writes(tmp_path, capsys):
+    out = tmp_path / "out"
+    with only_process_in(out), pytest.raises(InputError, match="another process is at work there"):
+        main(small_run(out))
+    assert main(small_run(out)) == 0
+    assert {path.name for path in out.iterdir()} == FILES, "no lock is left"
+
+
+def test_a_lost_result_is_written_again(tmp_path):
+    assert main(small_run(tmp_path)) == 0
+    text = (tmp_path / "result.txt").read_text()
+    (tmp_path / "result.txt").unlink()
+    assert main(small_run(tmp_path)) == 0
+
+    def without_times(lines):
+        return [line for line in lines.splitlines() if not line.startswith("cost: ")]
+
+    assert without_times((tmp_path / "result.txt").read_text()) == without_times(text)
+
+
+def test_silent_parts_are_announced(tiny_model, tmp_path, capsys):
+    model = ["--proposer", "local", "--model_name_or_path", tiny_model, "--dtype", "float32", "--iterations", 2]
+    assert main(small_run(tmp_path / "out", *model)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == f"loading {tiny_model}"
+    after_search = lines[lines.index(next(line for line in lines if line.startswith("iteration 2/2"))) + 1 :]
+    assert after_search[:3] == [
+        "random search, 2 iterations",
+        "hill climbing, 2 iterations",
+        "judging the policies exactly",
+    ]
 
 
 def test_the_real_command(tmp_path):
@@ -210,33 +244,44 @@ def test_the_real_command(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=one_thread, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "FrozenLake-v1: 16 parameters (a table of actions), at most 100 steps an episode"
+    assert lines[0] == "FrozenLake-v1: 16 parameters (a table of actions), at most 100 steps per episode"
     assert lines[1].startswith("warm-up: 3 random policies")
     assert lines[2].startswith("iteration 1/5: return ")
     assert lines[-1].startswith("saved ")
+    assert done.stderr.splitlines()[0] == "search_policy.py: loading PyTorch, Transformers and TRL ..."
+
+
+def test_help_is_one_screen(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit) as leaving:
+        main(["--help"])
+    assert leaving.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 120
 
 
 @pytest.mark.parametrize("name", ["props_frozen_lake.yaml", "props_frozen_lake_improved.yaml"])
 def test_configs(name):
-    script, settings, config = parse_arguments(["--config", f"configs/{name}"])
+    (script, proposing, settings), config = read_arguments(["--config", f"configs/{name}"])
     assert config == f"configs/{name}"
     assert (settings.iterations, settings.episodes, settings.warm_up) == (400, 20, 20)
     published = name == "props_frozen_lake.yaml"
     assert settings.pool_duplicates is not published
     assert settings.history == ("whole" if published else "best_and_recent")
     assert settings.optimum_hint == ("1.0" if published else "exact")
-    assert (script.env_id, script.proposer) == ("FrozenLake-v1", "endpoint")
+    assert (script.env_id, proposing.proposer) == ("FrozenLake-v1", "endpoint")
 
 
 def test_flags_win_over_the_config():
     flags = ["--iterations", "7", "--proposer", "random"]
-    script, settings, _ = parse_arguments([*flags, "--config=configs/props_frozen_lake.yaml"])
-    assert (settings.iterations, script.proposer, settings.episodes) == (7, "random", 20)
+    (_, proposing, settings), _ = read_arguments([*flags, "--config=configs/props_frozen_lake.yaml"])
+    assert (settings.iterations, proposing.proposer, settings.episodes) == (7, "random", 20)
 
 
 def test_env_options_may_be_a_mapping(tmp_path):
     (tmp_path / "config.yaml").write_text("env_options: {map_name: 8x8}\n")
-    script, *_ = parse_arguments(["--config", str(tmp_path / "config.yaml")])
+    (script, *_), _ = read_arguments(["--config", str(tmp_path / "config.yaml")])
     assert script.options == {"map_name": "8x8"}
 
 
@@ -322,7 +367,7 @@ BAD_INPUT = [
     (["--describe_environment", "true", "--description_file", "{tmp}/nowhere"], "--description_file {tmp}/nowhere"),
     # The context
     ([*LOCAL], "exceeds the model's context of 512"),
-    ([*LOCAL, "--env_id", "Taxi-v4"], "--env_id Taxi-v4: 500 parameters a policy make prompts of up to "),
+    ([*LOCAL, "--env_id", "Taxi-v4"], "--env_id Taxi-v4: 500 parameters per policy make prompts of up to "),
     ([*ENDPOINT, "--env_id", "Taxi-v4", "--context_tokens", "4096"], "exceeds the model's context of 4096"),
     ([*ENDPOINT, "--history", "whole", "--iterations", "4000", "--context_tokens", "9999"], "of 9999"),
     # The model
@@ -331,7 +376,7 @@ BAD_INPUT = [
     (["--api_key", KEY], "--api_key"),
     (["--proposer", "endpoint", "--model_name", "m", "--base_url", "http://u:p@h/v1"], "holds a user, password"),
     # The output folder
-    (["--output_dir", "{tmp}/other"], "holds a run with other settings (episodes, iterations,"),
+    (["--output_dir", "{tmp}/other"], "--episodes 4: {tmp}/other was begun with the default; "),
     (["--output_dir", "{tmp}/other", "--resume", "never"], "--output_dir {tmp}/other: holds a run; choose another"),
     (["--output_dir", "{tmp}/file"], "--output_dir {tmp}/file: is a file"),
     (["--output_dir", "/proc/no"], "--output_dir /proc/no: cannot be written"),
@@ -366,17 +411,8 @@ def test_a_bad_value_in_a_config_is_named(places, capsys):
 
 
 def test_settings_survive_the_resolved_config(tmp_path):
-    flags = [
-        "--optimum_hint",
-        "0.5",
-        "--history_best",
-        "3",
-        "--env_options",
-        '{"map_name": "8x8"}',
-        "--context_tokens",
-        "9",
-    ]
-    first = parse_arguments([*flags, "--proposer", "random"])
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(search_policy.resolved_config(*first[:2])))
-    again = parse_arguments(["--config", str(tmp_path / "config.yaml")])
-    assert first[:2] == again[:2]
+    flags = ["--optimum_hint", "0.5", "--history_best", "3", "--env_options", '{"map_name": "8x8"}']
+    first, _ = read_arguments([*flags, "--context_tokens", "9", "--proposer", "random"])
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(resolved_config(*first)))
+    again, _ = read_arguments(["--config", str(tmp_path / "config.yaml")])
+    assert first == again

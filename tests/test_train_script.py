@@ -22,9 +22,9 @@ from tiny_models import build_tiny_model
 
 import evaluate_policy
 import train_script
-from llm_policy.errors import InputError, run_script
 from llm_policy.environments.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
 from llm_policy.environments.mdp import optimal_actions
+from llm_policy.errors import InputError, run_script
 from llm_policy.models import ROOT, load_model, load_tokenizer
 from llm_policy.run_files import only_process_in, resolved_config
 from prompts import prompt_token_ids

@@ -1,30 +1,36 @@
 import pytest
 import torch
-from peft import PeftModel
 from tiny_policies import adapter_weights, add_random_adapter, random_policy, tokenizer_of
 
-from llm_policy import warm_start
-from llm_policy.completions import parse_completion
+from llm_policy.chat import Reader
+from llm_policy.completions import action_index, parse_completion
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
-from llm_policy.environments.policy_table import PolicyReader
-from llm_policy.grpo.warm_start import join_adapters, sampled_format_validity, teach_format
+from llm_policy.grpo import warm_start
+from llm_policy.grpo.warm_start import sampled_format_validity, teach_format
+from prompts import format_example, policy_messages
 
 GRID = CANONICAL_GRIDS["4x4"]
-CELLS = [(GRID, state) for state in acting_states(GRID)]
+LESSONS = [
+    (policy_messages(GRID, state, True), [format_example(GRID, state, action) for action in range(len(ACTIONS))])
+    for state in acting_states(GRID)
+]
+
+
+def is_answer(answer: str) -> bool:
+    return action_index(answer, ACTIONS) is not None
 
 
 def student(architecture: str = "llama"):
     """An adapted model, its tokenizer and the reader of its answers."""
     tokenizer = tokenizer_of(architecture)
-    reader = PolicyReader(tokenizer, is_slippery=True, max_completion_tokens=8)
-    return add_random_adapter(random_policy(architecture), r=8), tokenizer, reader
+    return add_random_adapter(random_policy(architecture), r=8), tokenizer, Reader(tokenizer, max_completion_tokens=8)
 
 
 def taught(architecture="llama", seed=0, **options):
     """The report and the adapter after at most six steps, the sampled check left out."""
-    model, tokenizer, reader = student(architecture)
+    model, _, reader = student(architecture)
     settings = {"max_steps": 4, "prompts_per_step": 4, "learning_rate": 0.01, "threshold": 2.0, "seed": seed}
-    report = teach_format(model, tokenizer, reader, CELLS, **(settings | options))
+    report = teach_format(model, reader, LESSONS, is_answer, **(settings | options))
     return report, adapter_weights(model)
 
 
@@ -60,7 +66,7 @@ def test_every_prompt_is_taught_each_action_exactly_once(batches):
             assert completion[-1] == tokenizer.eos_token_id
             parsed = parse_completion(tokenizer.decode(completion, skip_special_tokens=True))
             assert parsed.is_well_formed
-            actions_of.setdefault(tuple(prompt), []).append(parsed.action)
+            actions_of.setdefault(tuple(prompt), []).append(action_index(parsed.answer, ACTIONS))
         assert all(sorted(actions) == list(range(len(ACTIONS))) for actions in actions_of.values())
     assert sum(len(prompts) for prompts, _ in batches) == 4 * 5 * len(ACTIONS)  # four steps of five states
 
@@ -102,10 +108,10 @@ def test_the_passes_of_a_step_add_up_to_one(prompts_per_pass, monkeypatch):
 
 def test_the_base_stays_and_the_fused_head_is_removed():
     model, tokenizer, reader = student()
-    ids = torch.tensor([reader.prompt(*CELLS[0])])
+    ids = torch.tensor([reader.prompt(LESSONS[0][0])])
     base = {name: p.detach().clone() for name, p in model.named_parameters() if "lora" not in name}
     teach_format(
-        model, tokenizer, reader, CELLS,
+        model, reader, LESSONS, is_answer,
         max_steps=2, prompts_per_step=2, learning_rate=0.01, threshold=2.0, seed=0,
     )  # fmt: skip
     assert "forward" not in vars(model.get_base_model())
@@ -115,11 +121,11 @@ def test_the_base_stays_and_the_fused_head_is_removed():
 
 
 def test_the_fused_head_is_removed_where_a_step_fails(monkeypatch):
-    model, tokenizer, reader = student()
+    model, _, reader = student()
     monkeypatch.setattr(warm_start, "pack_groups", lambda *_, **__: 1 / 0)
     settings = {"max_steps": 2, "prompts_per_step": 2, "learning_rate": 0.01, "threshold": 2.0, "seed": 0}
     with pytest.raises(ZeroDivisionError):
-        teach_format(model, tokenizer, reader, CELLS, **settings)
+        teach_format(model, reader, LESSONS, is_answer, **settings)
     assert "forward" not in vars(model.get_base_model())
 
 
@@ -136,44 +142,27 @@ def test_it_ends_at_the_threshold_at_its_limit_or_when_asked(monkeypatch):
     assert report["steps"] == 1
 
 
-@pytest.mark.parametrize("use_rslora", [False, True])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_joined_adapters_do_what_they_do_one_on_top_of_the_other(parts, use_rslora, tmp_path):
-    model, folders = random_policy("llama"), []
-    ids = torch.tensor([[5, 9, 2, 7]])
-    for part in range(parts):
-        folders.append(tmp_path / str(part))
-        adapted = add_random_adapter(model, seed=part, r=4, use_rslora=use_rslora)
-        adapted.save_pretrained(folders[-1])
-        model = adapted.merge_and_unload()
-    joined = join_adapters(random_policy("llama"), folders)
-    torch.testing.assert_close(joined(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
-    joined.save_pretrained(tmp_path / "joined")
-    loaded = PeftModel.from_pretrained(random_policy("llama"), tmp_path / "joined")
-    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
-
-
-# (texts in turn, share in form)
+# (texts in turn, share of well-formed ones)
 VALIDITIES = {
     "all": (["<think>go</think><answer>UP</answer>"], 1.0),
     "half": (["<think>go</think><answer>UP</answer>", "UP"], 0.5),
-    # in form, but no action; an action, but not in form
+    # Well-formed, but no action; an action, but not well-formed
     "none": (["<think>go</think><answer>NORTH</answer>", "<answer>UP</answer>"], 0.0),
 }
 
 
 @pytest.mark.parametrize("case", VALIDITIES)
-@pytest.mark.parametrize("cell_count", [1, 11, 100])
-def test_sampled_format_validity(case, cell_count, monkeypatch):
+@pytest.mark.parametrize("lesson_count", [1, 11, 100])
+def test_sampled_format_validity(case, lesson_count, monkeypatch):
     texts, expected = VALIDITIES[case]
     _, _, reader = student()
     asked = []
 
-    def completions(_self, _model, prompts, samples):
+    def completions(_self, _model, prompts, samples, _guesses):
         asked.append(len(prompts) * samples)
         return [texts[i % len(texts)] for i in range(asked[-1])]
 
-    monkeypatch.setattr(PolicyReader, "completions", completions)
-    cells = (CELLS * 10)[:cell_count]
-    assert sampled_format_validity(None, reader, cells) == pytest.approx(expected, abs=0.02)
+    monkeypatch.setattr(Reader, "completions", completions)
+    lessons = (LESSONS * 10)[:lesson_count]
+    assert sampled_format_validity(None, reader, lessons, is_answer) == pytest.approx(expected, abs=0.02)
     assert asked[0] >= warm_start.SAMPLED_PROMPTS

@@ -15,9 +15,9 @@ import gymnasium
 import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import MAPS, generate_random_map
 
+from llm_policy.environments.mdp import MDP
 from llm_policy.environments.table_environment import Drawing
 from llm_policy.errors import InputError
-from llm_policy.environments.mdp import MDP
 
 ACTIONS = ("LEFT", "DOWN", "RIGHT", "UP")
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))  # (row, column) steps in the order of ACTIONS
@@ -271,9 +271,7 @@ class FrozenLake:
 
     def make(self, horizon_steps: int | None = None) -> gymnasium.Env:
         steps = horizon_steps or self.horizon_steps
-        return gymnasium.make(
-            self.env_id, desc=list(self.grid), is_slippery=self.is_slippery, max_episode_steps=steps
-        )
+        return gymnasium.make(self.env_id, desc=list(self.grid), is_slippery=self.is_slippery, max_episode_steps=steps)
 
     def drawings(self) -> list[Drawing]:
         columns = len(self.grid[0])

@@ -5,7 +5,7 @@ a stack of equally sized ones, and loops over neither states nor maps. Nothing h
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
@@ -19,6 +19,9 @@ PROBABILITY_ROUNDING = 1e-12
 
 AGREEMENT_GAMMA = 0.99  # without a discount a detour costs nothing and many actions tie with the best
 OPTIMAL_PERCENT = 99.95  # of the optimal return: from here on a policy counts as optimal
+# Actions whose Q-values are this close to the best are all optimal: exact ones tie only up to rounding, and those of a
+# CSV are rounded to some decimals.
+OPTIMAL_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
@@ -96,22 +99,9 @@ def optimal_q(mdp: MDP, gamma: float = 1.0, tolerance: float = 1e-10, max_sweeps
     arrive (8x8 lake: success 0). Use `optimal_policy` there, or gamma < 1.
     InputError if gamma is outside [0, 1] or the values do not settle within `max_sweeps` (reward for ever at gamma 1).
     """
-    return _solve(mdp, gamma, tolerance, max_sweeps)[0]
-
-
-def optimal_policy(mdp: MDP, gamma: float = 1.0) -> np.ndarray:
-    """A one-hot policy ([M,] S, A) that earns the optimum; `greedy_policy` may not, where gamma 1 makes ties."""
-    return np.eye(mdp.rewards_SA.shape[-1])[_solve(mdp, gamma)[1]]
-
-
-def _solve(
-    mdp: MDP, gamma: float, tolerance: float = 1e-10, max_sweeps: int = 100_000
-) -> tuple[np.ndarray, np.ndarray]:
-    """The optimal Q-values ([M,] S, A), and the actions ([M,] S) of a policy that has them."""
     _check_gamma(gamma)
     stack = _stacked(mdp)
     q_MSA = np.empty(stack.rewards_SA.shape)
-    actions_MS = np.zeros(stack.start_S.shape, dtype=int)
     for maps in _chunks(stack):
         active = np.arange(maps.start, maps.stop)
         values_MS = np.zeros(stack.start_S[maps].shape)
@@ -126,10 +116,26 @@ def _solve(
             part = _select(stack, active)
             values_MS = _sweep(part, values_MS, gamma, burst)
             first_q_MSA = _backup(part, values_MS, gamma)
-            solved_M, q_MSA[active], actions_MS[active] = _policy_iteration(part, first_q_MSA, gamma, tolerance)
+            solved_M, q_MSA[active] = _policy_iteration(part, first_q_MSA, gamma, tolerance)
             active, values_MS = active[~solved_M], values_MS[~solved_M]
             sweeps, burst = sweeps + burst, 2 * burst
-    return q_MSA.reshape(mdp.rewards_SA.shape), actions_MS.reshape(mdp.start_S.shape)
+    return q_MSA.reshape(mdp.rewards_SA.shape)
+
+
+def optimal_policy(mdp: MDP) -> np.ndarray:
+    """A one-hot policy ([M,] S, A) that earns the whole optimum without a step limit, and soon.
+
+    At gamma 1 every action that loses no chance is optimal, also one that waits for ever, so that `greedy_policy` may
+    never arrive. Here a discount chooses among these actions alone.
+    """
+    best_SA = optimal_actions(optimal_q(mdp))
+    worse_than_anything = -1e3 * max(1.0, float(np.abs(mdp.rewards_SA).max())) * mdp.rewards_SA.shape[-2]
+    restricted = replace(
+        mdp,
+        probabilities_SAK=np.where(best_SA[..., None], mdp.probabilities_SAK, 0.0),
+        rewards_SA=np.where(best_SA, mdp.rewards_SA, worse_than_anything),
+    )
+    return greedy_policy(optimal_q(restricted, AGREEMENT_GAMMA))
 
 
 def policy_values(mdp: MDP, policy_SA: np.ndarray, gamma: float = 1.0, horizon_steps: int | None = None) -> np.ndarray:
@@ -180,20 +186,18 @@ def optimal_return(mdp: MDP, horizon_steps: int | None = None) -> float | np.nda
 
 
 def greedy_policy(q_SA: np.ndarray) -> np.ndarray:
-    """One-hot policy ([M,] S, A) of the first action that is maximal within 1e-9."""
+    """One-hot policy ([M,] S, A) of the first optimal action."""
     return np.eye(q_SA.shape[-1])[optimal_actions(q_SA).argmax(axis=-1)]
 
 
-def optimal_actions(q_SA: np.ndarray, tolerance: float = 1e-9) -> np.ndarray:
-    """Which actions are maximal within `tolerance`: bool, shape of `q_SA`."""
+def optimal_actions(q_SA: np.ndarray) -> np.ndarray:
+    """Which actions are maximal within `OPTIMAL_TOLERANCE`: bool, shape of `q_SA`."""
     q_SA = np.asarray(q_SA)
-    return q_SA >= q_SA.max(axis=-1, keepdims=True) - tolerance
+    return q_SA >= q_SA.max(axis=-1, keepdims=True) - OPTIMAL_TOLERANCE
 
 
-def _policy_iteration(
-    mdp: MDP, q_MSA: np.ndarray, gamma: float, tolerance: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """From the greedy policy of q to one that no action improves: (which maps got there, Q-values, actions).
+def _policy_iteration(mdp: MDP, q_MSA: np.ndarray, gamma: float, tolerance: float) -> tuple[np.ndarray, np.ndarray]:
+    """From the greedy policy of q to one that no action improves: (which maps got there, Q-values).
 
     A state changes its action only for a strictly better one, so a policy that ends the episode stays one that does,
     ties or not. A policy that pays for ever (value -inf) is given back unsolved: it takes more sweeps.
@@ -225,7 +229,7 @@ def _policy_iteration(
         improved_M = better_MS.any(axis=1)
         solved_M[active[~improved_M]] = True
         active, part = active[improved_M], _select(part, improved_M)
-    return solved_M, q_MSA, actions_MS
+    return solved_M, q_MSA
 
 
 def _solve_chain(

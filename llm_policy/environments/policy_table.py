@@ -1,37 +1,45 @@
-"""A model or a baseline -> its policy as a table, and the table's exact score beside the optimum.
+"""A policy as a table, and its exact score beside the optimum.
 
-A policy table `policy_SA` has one row per cell of the map (terminal cells too, uniform there); rows sum to 1. It is
-what evaluation, baselines, policy search and pictures exchange.
+A policy table `policy_SA` has one row per state (also those in which no action is chosen: uniform there); rows sum to
+1. It is what evaluation, baselines, policy search and pictures exchange.
 """
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 
 import numpy as np
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from llm_policy.completions import parse_completion
-from llm_policy.environments.frozen_lake import ACTIONS, Grid, acting_states, lake_mdp
-from llm_policy.environments.mdp import AGREEMENT_GAMMA, MDP, optimal_actions, optimal_q, optimal_return, policy_return
-from llm_policy.sampling import sample_completions
-from prompts import fit_to_template, format_example, policy_messages, prompt_token_ids
+from llm_policy.environments.mdp import (
+    AGREEMENT_GAMMA,
+    greedy_policy,
+    optimal_actions,
+    optimal_q,
+    optimal_return,
+    policy_return,
+)
+from llm_policy.environments.table_environment import TableEnvironment
 
 
 @dataclass(frozen=True)
 class PolicyScore:
-    """How good a policy table is on its map. Probabilities are exact, of reaching the goal from the start.
+    """How good a policy table is in its environment. Everything is exact; nothing is simulated.
 
     Attributes:
-        success_probability: without a step limit.
+        success_probability: of reaching the goal from the start, without a step limit.
         success_at_horizon: within `horizon_steps` steps.
-        percent_of_optimal: 100 * success_probability / optimal_success; 100 where the optimum is 0.
-        regret: optimal_success - success_probability.
+        percent_of_optimal: where success is what the environment pays, 100 * success_probability / optimal_success (100
+            where the optimum is 0). Else by the return within the limit: 0 is the uniformly random policy, 100 the
+            optimum; a policy worse than random is below 0.
+        regret: what the policy lacks to the optimum, in success or in return.
         optimal_success: of the best policy without a step limit.
         optimal_at_horizon: of the best policy that may depend on the step, within the limit.
         optimal_states: acting states whose most probable action is optimal (discount `AGREEMENT_GAMMA`); of several
             equally probable ones, all.
-        acting_states: cells from which the agent acts.
-        format_validity: share of the completions in the asked form; None where no model was asked.
+        acting_states: states in which an action is chosen.
+        format_validity: share of well-formed completions that name an action; None where no model was asked.
+        return_at_horizon, optimal_return: expected return within the limit, of the policy and of the optimum; None
+            where it is the success.
     """
 
     success_probability: float
@@ -44,131 +52,106 @@ class PolicyScore:
     acting_states: int
     horizon_steps: int
     format_validity: float | None = None
+    return_at_horizon: float | None = None
+    optimal_return: float | None = None
 
     def as_dict(self) -> dict:
         return asdict(self)
 
 
-def score_policy(
-    grid: Grid, is_slippery: bool, policy_SA: np.ndarray, horizon_steps: int, format_validity: float | None = None
-) -> PolicyScore:
-    """Judge a policy table on one map by dynamic programming; nothing is simulated."""
-    mdp = lake_mdp(grid, is_slippery)
-    success = max(0.0, float(policy_return(mdp, policy_SA)))  # rounding makes -1e-16 of nothing
-    optimum = float(optimal_return(mdp))
-    states = acting_states(grid)
-    best_SA = optimal_actions(optimal_q(mdp, AGREEMENT_GAMMA))
-    most_probable_SA = optimal_actions(policy_SA)
-    return PolicyScore(
-        success_probability=success,
-        success_at_horizon=float(policy_return(mdp, policy_SA, horizon_steps=horizon_steps)),
-        percent_of_optimal=100.0 * success / optimum if optimum > 0 else 100.0,
-        regret=optimum - success,
-        optimal_success=optimum,
-        optimal_at_horizon=float(optimal_return(mdp, horizon_steps)),
-        optimal_states=int((best_SA | ~most_probable_SA)[states].all(1).sum()),
-        acting_states=len(states),
-        horizon_steps=horizon_steps,
-        format_validity=format_validity,
+@dataclass(frozen=True)
+class _References:
+    """What every policy in an environment is held against."""
+
+    best_SA: np.ndarray
+    optimal_success: float
+    optimal_at_horizon: float
+    optimal_return: float
+    random_return: float
+
+
+@cache
+def _references(environment: TableEnvironment, horizon_steps: int) -> _References:
+    mdp, states = environment.mdp, len(environment.mdp.terminal_S)
+    random_SA = uniform_policy(states, len(environment.actions))
+    return _References(
+        optimal_actions(optimal_q(mdp, AGREEMENT_GAMMA)),
+        float(optimal_return(environment.success_mdp)),
+        float(optimal_return(environment.success_mdp, horizon_steps)),
+        float(optimal_return(mdp, horizon_steps)),
+        float(policy_return(mdp, random_SA, horizon_steps=horizon_steps)),
     )
 
 
-def uniform_policy(states: int) -> np.ndarray:
-    return np.full((states, len(ACTIONS)), 1.0 / len(ACTIONS))
+def best_actions(environment: TableEnvironment) -> np.ndarray:
+    """Which actions are optimal in which state: bool (S, A), under the discount `AGREEMENT_GAMMA`."""
+    return _references(environment, environment.horizon_steps).best_SA
 
 
-def constant_policy(states: int, action: int) -> np.ndarray:
-    return np.eye(len(ACTIONS))[np.full(states, action)]
+def score_policy(
+    environment: TableEnvironment,
+    policy_SA: np.ndarray,
+    horizon_steps: int | None = None,
+    format_validity: float | None = None,
+) -> PolicyScore:
+    """Judge a policy table by dynamic programming.
 
-
-def action_letters(policy_SA: np.ndarray) -> str:
-    """The initial of each cell's most probable action; "." where several are (terminal cells, unreadable answers)."""
-    return "".join(ACTIONS[int(row_A.argmax())][0] if (row_A == row_A.max()).sum() == 1 else "." for row_A in policy_SA)
-
-
-def best_constant_action(mdp: MDP, horizon_steps: int) -> int:
-    """The action that, taken everywhere, reaches the goal most often: the best policy of one action."""
-    states = mdp.rewards_SA.shape[0]
-    returns = [policy_return(mdp, constant_policy(states, a), horizon_steps=horizon_steps) for a in range(len(ACTIONS))]
-    return int(np.argmax(returns))
-
-
-@dataclass(frozen=True)
-class PolicyReader:
-    """Asks a language model for its policy: one prompt per acting state, all states of all maps in one batch.
-
-    Attributes:
-        observation: see `prompts.observation_text`.
-        max_completion_tokens: what is not answered by then counts as unreadable.
+    Args:
+        horizon_steps: step limit; None takes the environment's.
     """
-
-    tokenizer: PreTrainedTokenizerBase
-    is_slippery: bool
-    observation: str = "coordinates"
-    max_completion_tokens: int = 64
-    rows_per_batch: int = 256
-
-    def prompt(self, grid: Grid, state: int) -> list[int]:
-        """Token ids of the prompt of one state."""
-        messages = policy_messages(grid, state, self.is_slippery, self.observation)
-        return prompt_token_ids(fit_to_template(messages, self.tokenizer), self.tokenizer)
-
-    def guess(self, grid: Grid, state: int) -> list[int]:
-        """Token ids of what the warm start teaches as a reply; which action it names does not matter here."""
-        reply = self.tokenizer.encode(format_example(grid, state, 0), add_special_tokens=False)
-        return [*reply, self.tokenizer.eos_token_id]
-
-    def completions(self, model: PreTrainedModel, cells: Sequence[tuple[Grid, int]], samples: int) -> list[str]:
-        """Texts of `samples` sampled completions per (map, state), or of the greedy one where `samples` is 0."""
-        ends = model.generation_config.eos_token_id
-        ends = [ends] if isinstance(ends, int) else list(ends or [])
-        config = GenerationConfig(
-            max_new_tokens=self.max_completion_tokens,
-            do_sample=samples > 0,
-            temperature=1.0 if samples else None,
-            top_k=0 if samples else None,
-            pad_token_id=self.tokenizer.pad_token_id,
-            eos_token_id=sorted({*ends, self.tokenizer.eos_token_id}),
-            disable_compile=True,
-        )
-        token_ids = sample_completions(
-            model,
-            [self.prompt(*cell) for cell in cells],
-            config,
-            max(samples, 1),
-            self.rows_per_batch,
-            guesses=[self.guess(*cell) for cell in cells],
-        )
-        return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-
-    def policies(self, model: PreTrainedModel, grids: Sequence[Grid], samples: int = 0) -> "ModelPolicies":
-        """The model's policy on every map.
-
-        Args:
-            samples: completions per state at temperature 1; 0 asks once, greedily.
-
-        A completion that names no action counts as a uniformly random one: the agent has to move somehow. How many
-        there were stands in the format validity, which every score shows beside it.
-        """
-        cells = [(m, state) for m, grid in enumerate(grids) for state in acting_states(grid)]
-        texts = self.completions(model, [(grids[m], state) for m, state in cells], samples)
-        per_state = max(samples, 1)
-        tables = [uniform_policy(len(grid) * len(grid[0])) for grid in grids]
-        well_formed = 0
-        for i, (m, state) in enumerate(cells):
-            row_A = np.zeros(len(ACTIONS))
-            for text in texts[i * per_state : (i + 1) * per_state]:
-                parsed = parse_completion(text)
-                well_formed += parsed.is_well_formed and parsed.action is not None
-                row_A += 1.0 / len(ACTIONS) if parsed.action is None else np.eye(len(ACTIONS))[parsed.action]
-            tables[m][state] = row_A / per_state
-        return ModelPolicies(tables, well_formed / max(len(texts), 1), texts)
+    horizon_steps = horizon_steps or environment.horizon_steps
+    best = _references(environment, horizon_steps)
+    # Rounding makes -1e-16 of nothing
+    success = max(0.0, float(policy_return(environment.success_mdp, policy_SA)))
+    earned = float(policy_return(environment.mdp, policy_SA, horizon_steps=horizon_steps))
+    if environment.pays_success:
+        percent = 100.0 * success / best.optimal_success if best.optimal_success > 0 else 100.0
+        regret, at_horizon = best.optimal_success - success, earned
+    else:
+        percent = 100.0 * (earned - best.random_return) / (best.optimal_return - best.random_return)
+        regret = best.optimal_return - earned
+        at_horizon = float(policy_return(environment.success_mdp, policy_SA, horizon_steps=horizon_steps))
+    most_probable_SA = optimal_actions(policy_SA)
+    return PolicyScore(
+        success_probability=success,
+        success_at_horizon=at_horizon,
+        percent_of_optimal=percent,
+        regret=regret,
+        optimal_success=best.optimal_success,
+        optimal_at_horizon=best.optimal_at_horizon,
+        optimal_states=int((best.best_SA | ~most_probable_SA)[environment.acting_states].all(1).sum()),
+        acting_states=len(environment.acting_states),
+        horizon_steps=horizon_steps,
+        format_validity=format_validity,
+        return_at_horizon=None if environment.pays_success else earned,
+        optimal_return=None if environment.pays_success else best.optimal_return,
+    )
 
 
-@dataclass(frozen=True)
-class ModelPolicies:
-    """Policy tables (one `policy_SA` a map), the share of well-formed completions that name an action, all texts."""
+def uniform_policy(states: int, actions: int) -> np.ndarray:
+    return np.full((states, actions), 1.0 / actions)
 
-    tables: list[np.ndarray]
-    format_validity: float
-    texts: list[str]
+
+def constant_policy(states: int, action: int, actions: int) -> np.ndarray:
+    return np.eye(actions)[np.full(states, action)]
+
+
+def expert_policy(environment: TableEnvironment) -> np.ndarray:
+    """The greedy policy of the exact Q-values under the discount `AGREEMENT_GAMMA`: what an expert's CSV shows."""
+    return greedy_policy(optimal_q(environment.mdp, AGREEMENT_GAMMA))
+
+
+def action_letters(policy_SA: np.ndarray, actions: Sequence[str]) -> str:
+    """The initial of each state's most probable action; "." where several are (unreadable answers, say)."""
+    return "".join(actions[int(row_A.argmax())][0] if (row_A == row_A.max()).sum() == 1 else "." for row_A in policy_SA)
+
+
+def best_constant_action(environment: TableEnvironment, horizon_steps: int | None = None) -> int:
+    """The action that, taken everywhere, earns the most within the limit: the best policy of one action."""
+    states, actions = environment.mdp.rewards_SA.shape
+    horizon_steps = horizon_steps or environment.horizon_steps
+    earned_A = [
+        policy_return(environment.mdp, constant_policy(states, action, actions), horizon_steps=horizon_steps)
+        for action in range(actions)
+    ]
+    return int(np.argmax(earned_A))

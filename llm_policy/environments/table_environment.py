@@ -5,8 +5,8 @@ one entry.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
 
 import gymnasium
 
@@ -21,11 +21,15 @@ class Drawing:
         title: what tells this picture from the others of the same environment; "" for the only one.
         cells: rows of letters, each with its colour in `pictures.CELL_COLOURS`.
         state_of: (row, column) -> state, for cells in which an action is chosen.
+        labels: (row, column) -> what is written there in place of the cell's letter.
+        walls: (row, column) of cells with a wall between them and their neighbour on the right.
     """
 
     title: str
     cells: tuple[str, ...]
     state_of: dict[tuple[int, int], int]
+    labels: dict[tuple[int, int], str] = field(default_factory=dict)
+    walls: frozenset[tuple[int, int]] = frozenset()
 
 
 class TableEnvironment(Protocol):
@@ -60,7 +64,7 @@ class TableEnvironment(Protocol):
         """One line for `state_str` of the expert's CSV."""
 
     @classmethod
-    def read_state(cls, text: str, **options) -> "tuple[TableEnvironment, int]":
+    def read_state(cls, text: str, *arguments: Any, **options: Any) -> "tuple[TableEnvironment, int]":
         """The inverse of `state_text`: environment (made with `options`) and state; `InputError` for anything else."""
 
     def make(self, horizon_steps: int | None = None) -> gymnasium.Env:

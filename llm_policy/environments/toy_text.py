@@ -1,5 +1,192 @@
-"""CliffWalking-v1 and Taxi-v3 as `TableEnvironment`s, and the list of all of them."""
+"""CliffWalking and Taxi as `TableEnvironment`s, and the list of all of them.
 
-from llm_policy.environments.frozen_lake import FrozenLake
+Both are Gymnasium's with its default dynamics, in which only Taxi's start is random. Taxi is version 4: Gymnasium no
+longer makes version 3, whose table is the same.
+"""
 
-ENVIRONMENTS: dict[str, type] = {FrozenLake.env_id: FrozenLake}
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import ClassVar, Self
+
+import gymnasium
+import numpy as np
+from gymnasium.envs.toy_text.taxi import MAP as TAXI_MAP
+
+from llm_policy.environments import frozen_lake
+from llm_policy.environments.frozen_lake import Arrows, Cell, FrozenLake
+from llm_policy.environments.mdp import MDP, mdp_from_env
+from llm_policy.environments.table_environment import Drawing
+from llm_policy.errors import InputError
+
+TAXI_SIZE = 5
+# Between two cells of Gymnasium's map stands a wall, "|", or none, ":".
+TAXI_CELLS = {(row, column): TAXI_MAP[1 + row][1 + 2 * column] for row, column in np.ndindex(TAXI_SIZE, TAXI_SIZE)}
+TAXI_PLACES = {letter: cell for letter in "RGYB" for cell in TAXI_CELLS if TAXI_CELLS[cell] == letter}
+TAXI_WALLS = frozenset(
+    (row, column) for row, column in np.ndindex(TAXI_SIZE, TAXI_SIZE - 1) if TAXI_MAP[1 + row][2 + 2 * column] == "|"
+)
+
+
+@dataclass(frozen=True)
+class _ToyText:
+    """What CliffWalking and Taxi share: one table, made by Gymnasium, whose episodes end at the goal and nowhere else.
+
+    Attributes:
+        state_form: what `read_state` expects, in words.
+    """
+
+    env_id: ClassVar[str]
+    horizon_steps: ClassVar[int]
+    state_form: ClassVar[str]
+    pays_success: ClassVar[bool] = False  # each step costs something
+
+    def __str__(self) -> str:
+        return self.env_id
+
+    @property
+    def mdp(self) -> MDP:
+        return _mdp(self.env_id)
+
+    @property
+    def success_mdp(self) -> MDP:
+        return _success_mdp(self.env_id)
+
+    @property
+    def acting_states(self) -> list[int]:
+        return list(_acting_states(self.env_id))
+
+    def state_text(self, state: int) -> str:
+        raise NotImplementedError
+
+    @classmethod
+    def read_state(cls, text: str) -> "tuple[Self, int]":
+        """`InputError` for anything that is not the text of an acting state."""
+        environment = cls()
+        state = _states_by_text(environment).get(text.strip())
+        if state is None:
+            shown = repr(text if len(text) <= 100 else text[:97] + "...")
+            raise InputError(f"{shown} is no state of {cls.env_id}, expected {cls.state_form}")
+        return environment, state
+
+    def make(self, horizon_steps: int | None = None) -> gymnasium.Env:
+        return gymnasium.make(self.env_id, max_episode_steps=horizon_steps or self.horizon_steps)
+
+
+@cache
+def _mdp(env_id: str) -> MDP:
+    env = gymnasium.make(env_id)
+    mdp = mdp_from_env(env)
+    env.close()
+    return mdp
+
+
+@cache
+def _success_mdp(env_id: str) -> MDP:
+    mdp = _mdp(env_id)
+    return replace(mdp, rewards_SA=1.0 - mdp.probabilities_SAK.sum(axis=-1))
+
+
+@cache
+def _acting_states(env_id: str) -> tuple[int, ...]:
+    """The states that some policy can come to from a start, without those that end the episode."""
+    mdp = _mdp(env_id)
+    reached_S = mdp.start_S > 0
+    while True:
+        next_S = reached_S.copy()
+        next_S[mdp.next_states_SAK[reached_S[:, None, None] & (mdp.probabilities_SAK > 0)]] = True
+        if (next_S == reached_S).all():
+            return tuple(np.flatnonzero(reached_S).tolist())
+        reached_S = next_S
+
+
+@cache
+def _states_by_text(environment: _ToyText) -> dict[str, int]:
+    return {environment.state_text(state): state for state in environment.acting_states}
+
+
+@dataclass(frozen=True)
+class CliffWalking(_ToyText):
+    """From the lower left corner to the lower right one, past a cliff that leads back to the start.
+
+    Example 6.6 of Sutton and Barto (2018): -1 per step, -100 for the cliff.
+    """
+
+    grid: ClassVar[tuple[str, ...]] = ("............", "............", "............", "SCCCCCCCCCCG")
+
+    env_id: ClassVar[str] = "CliffWalking-v1"
+    actions: ClassVar[tuple[str, ...]] = ("UP", "RIGHT", "DOWN", "LEFT")
+    arrows: ClassVar[Arrows] = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}
+    horizon_steps: ClassVar[int] = 100  # Gymnasium has no limit; the published worst return, -100, is a hundred steps
+    state_form: ClassVar[str] = f"{'|'.join(grid)} with A in place of the S or of one point"
+
+    def cell(self, state: int) -> Cell:
+        """Row and column, both from 0, the row from the top."""
+        row, column = divmod(state, len(self.grid[0]))
+        return row, column
+
+    def state_text(self, state: int) -> str:
+        """The map with the agent as A, rows joined by "|"."""
+        return frozen_lake.state_text(self.grid, state)
+
+    def drawings(self) -> list[Drawing]:
+        return [Drawing("", self.grid, {self.cell(state): state for state in self.acting_states})]
+
+
+@dataclass(frozen=True)
+class Taxi(_ToyText):
+    """Fetch a passenger at one of four places and bring them to another one, in a room with walls.
+
+    Dietterich (2000): -1 per step, -10 for a pickup or dropoff that is not possible, 20 for the delivery.
+    """
+
+    places: ClassVar[dict[str, Cell]] = TAXI_PLACES  # in Gymnasium's order
+    walls: ClassVar[frozenset[Cell]] = TAXI_WALLS  # cells with a wall between them and their neighbour in the east
+    in_taxi: ClassVar[str] = "in taxi"
+
+    env_id: ClassVar[str] = "Taxi-v4"
+    actions: ClassVar[tuple[str, ...]] = ("SOUTH", "NORTH", "EAST", "WEST", "PICKUP", "DROPOFF")
+    arrows: ClassVar[Arrows] = {0: (0, 1), 1: (0, -1), 2: (1, 0), 3: (-1, 0)}
+    horizon_steps: ClassVar[int] = 200
+    state_form: ClassVar[str] = (
+        "'taxi ROW,COLUMN passenger PLACE destination PLACE' with rows and columns from 0 to 4 and two different "
+        "places of R, G, Y, B, or 'in taxi' for the passenger"
+    )
+
+    def parts(self, state: int) -> tuple[int, int, str, str]:
+        """Row and column of the taxi, the passenger's place ("R", "G", "Y", "B" or "in taxi"), the destination."""
+        row, column, passenger, destination = np.unravel_index(state, (TAXI_SIZE, TAXI_SIZE, 5, 4))
+        return int(row), int(column), (*self.places, self.in_taxi)[passenger], tuple(self.places)[destination]
+
+    def state(self, row: int, column: int, passenger: str, destination: str) -> int:
+        """The inverse of `parts`."""
+        indices = (*self.places, self.in_taxi).index(passenger), tuple(self.places).index(destination)
+        return int(np.ravel_multi_index((row, column, *indices), (TAXI_SIZE, TAXI_SIZE, 5, 4)))
+
+    def state_text(self, state: int) -> str:
+        """For example "taxi 2,3 passenger R destination G"."""
+        row, column, passenger, destination = self.parts(state)
+        return f"taxi {row},{column} passenger {passenger} destination {destination}"
+
+    def drawings(self) -> list[Drawing]:
+        """The passenger at each place, bound for the next one, and in the taxi, bound for each place: 200 states."""
+        places = tuple(self.places)
+        waiting = zip(places, places[1:] + places[:1], strict=True)
+        return [self._drawing(*journey) for journey in (*waiting, *((self.in_taxi, place) for place in places))]
+
+    def _drawing(self, passenger: str, destination: str) -> Drawing:
+        """The room for one passenger and destination, which have the colours of start and goal."""
+        colours = {self.places.get(passenger): "S", self.places[destination]: "G"}
+        rows = [[colours.get((row, column), ".") for column in range(TAXI_SIZE)] for row in range(TAXI_SIZE)]
+        where = passenger if passenger == self.in_taxi else f"at {passenger}"
+        return Drawing(
+            f"passenger {where}, to {destination}",
+            tuple("".join(row) for row in rows),
+            {cell: self.state(*cell, passenger, destination) for cell in TAXI_CELLS},
+            labels={cell: letter for letter, cell in self.places.items()},
+            walls=self.walls,
+        )
+
+
+ENVIRONMENTS: dict[str, type[FrozenLake] | type[CliffWalking] | type[Taxi]] = {
+    environment.env_id: environment for environment in (FrozenLake, CliffWalking, Taxi)
+}

@@ -1,94 +1,64 @@
-"""What a training run says about itself: exact success while it learns, a verdict in words, a resumable log."""
+"""What a training run says about itself: how good it is while it learns, whether it collapsed, a resumable log."""
 
 import json
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
-from transformers import TrainerCallback, TrainerState
+from matplotlib.figure import Figure
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import ExportableState
 
-from llm_policy.environments.frozen_lake import ACTIONS, Grid, acting_states, default_horizon, lake_mdp
-from llm_policy.environments.mdp import AGREEMENT_GAMMA, OPTIMAL_PERCENT, optimal_actions, optimal_q
-from llm_policy.plots import policy_figure
-from llm_policy.environments.policy_table import PolicyReader, PolicyScore, score_policy
 from llm_policy.run_files import write_whole
 
 STOP_CONDITIONS = ("optimal", "collapsed", "either", "never")
 COLLAPSE_STEPS = 5  # so many further steps without a single group that has variance
 DEAD_ENTROPY = 0.05  # nats: below it one action has more than 99 % of the probability
-NEARLY_ALWAYS = 0.8  # share of the states with one action
 STEADY_EVALUATIONS = 2  # so many in a row at the optimum: a state that is right by a hair is wrong after rounding
 
 
-def _acting_rows(policies_SA: Sequence[np.ndarray], grids: Sequence[Grid]) -> tuple[np.ndarray, np.ndarray]:
-    """Rows (N, A) of all acting states, and which of them choose an action: a uniform one is no readable answer."""
-    rows_NA = np.concatenate([p[acting_states(g)] for p, g in zip(policies_SA, grids, strict=True)])
-    return rows_NA, np.ptp(rows_NA, axis=1) > 1e-9
+@dataclass(frozen=True)
+class Judgement:
+    """How good a model is, as its task sees it.
 
-
-def mutual_information(policies_SA: Sequence[np.ndarray], grids: Sequence[Grid]) -> float:
-    """I(state; action) in nats over uniformly drawn acting states: 0 for a state-blind policy, at most ln 4.
-
-    States whose answer could not be read (a uniform row) are left out.
+    Attributes:
+        metrics: figures by name; the log has them under `policy/`.
+        verdict: one line in words.
+        is_optimal: nothing is left to learn.
+        draw: title -> a picture; None where there is nothing to see.
     """
-    rows_NA, chooses_N = _acting_rows(policies_SA, grids)
-    if not chooses_N.any():
-        return 0.0
-    rows_NA = rows_NA[chooses_N]
 
-    def entropy(p: np.ndarray) -> np.ndarray:
-        return -(p * np.log(np.where(p > 0, p, 1.0))).sum(-1)
-
-    return max(0.0, float(entropy(rows_NA.mean(0)) - entropy(rows_NA).mean()))
-
-
-def policy_verdict(policies_SA: Sequence[np.ndarray], grids: Sequence[Grid], scores: Sequence[PolicyScore]) -> str:
-    """One line about greedy policies: random, learned, state-blind or nearly so, or how far it came."""
-    rows_NA, chooses_N = _acting_rows(policies_SA, grids)
-    right, states = sum(s.optimal_states for s in scores), sum(s.acting_states for s in scores)
-    percent = float(np.mean([s.percent_of_optimal for s in scores]))
-    summary = f"{right}/{states} states, {percent:.0f} % of optimal"
-    readable = int(chooses_N.sum())
-    if not readable:
-        return f"uniformly random in every state ({summary})"
-    if readable < states:
-        summary += f", {states - readable} without readable answer"
-    if percent >= OPTIMAL_PERCENT:
-        return f"learned: {summary}"
-    chosen_A = np.bincount(rows_NA[chooses_N].argmax(1), minlength=len(ACTIONS))
-    habit, times = ACTIONS[int(chosen_A.argmax())], int(chosen_A.max())
-    if times == readable > 1:
-        return f"state-blind: always {habit} ({summary})"
-    if times >= NEARLY_ALWAYS * readable > 1:
-        return f"nearly state-blind: {habit} in {times} of {readable} states ({summary})"
-    return f"partly learned: {summary}"
+    metrics: Mapping[str, float]
+    verdict: str
+    is_optimal: bool = False
+    draw: Callable[[str], Figure] | None = None
 
 
 class PolicyDiagnostics(TrainerCallback, ExportableState):
-    """Judges the greedy policy exactly every `evaluate_steps` steps and stops the run when told to.
+    """Judges the greedy policy every `evaluate_steps` steps and stops the run when told to.
 
-    Adds to the step's metrics: `policy/success_probability`, `policy/success_at_horizon`,
-    `policy/percent_of_optimal`, `policy/optimal_states`, `policy/format_validity`, `policy/mutual_information` and
-    `time/evaluation_share`; to TensorBoard a picture of the policy.
+    Adds the judgement's metrics to the step's, under `policy/`, and `time/evaluation_share`; to TensorBoard its
+    picture.
+
+    Args:
+        judge: model -> how good it is.
+        reward_lines: what policies that do not read the prompt would earn, logged beside the reward.
     """
 
     def __init__(
         self,
         trainer,
-        reader: PolicyReader,
-        grids: Sequence[Grid],
+        judge: Callable[[PreTrainedModel], Judgement],
         evaluate_steps: int,
         stop_when: str,
-        reward_lines: dict[str, float],
+        reward_lines: Mapping[str, float],
     ) -> None:
         self.trainer = trainer
-        self.reader = reader
-        self.grids = list(grids)
+        self.judge = judge
         self.evaluate_steps = evaluate_steps
         self.stop_when = stop_when
         self.reward_lines = reward_lines
@@ -107,7 +77,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         kept = dict(state.stateful_callbacks.get(type(self).__name__, self.state())["attributes"])
         stopped_by = kept.pop("stop_when", self.stop_when)
         vars(self).update(kept)
-        self.has_stopped &= stopped_by == self.stop_when  # told to stop otherwise, or never, it goes on
+        self.has_stopped &= stopped_by == self.stop_when  # told to stop otherwise, or never, it continues
 
     def on_train_begin(self, args, state, control, **kwargs):
         state.compute_steps(args, state.max_steps)  # a resumed run's own intervals, not those in the checkpoint
@@ -133,9 +103,8 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
                 self.unanimous_since = state.global_step
         due = self.evaluate_steps and state.global_step % self.evaluate_steps == 0
         if due or state.global_step == state.max_steps:
-            scores = self.evaluate(state.global_step)
-            is_optimal = min(s.percent_of_optimal for s in scores) >= OPTIMAL_PERCENT
-            self.optimal_evaluations = self.optimal_evaluations + 1 if is_optimal else 0
+            judgement = self.evaluate(state.global_step)
+            self.optimal_evaluations = self.optimal_evaluations + 1 if judgement.is_optimal else 0
             if self.stop_when in ("optimal", "either") and self.optimal_evaluations >= STEADY_EVALUATIONS:
                 self.has_stopped = True
         if self.stop_when in ("collapsed", "either") and self.has_collapsed(state.global_step):
@@ -153,49 +122,34 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         self.counted[name] = len(values)
         return values[counted:]
 
-    def evaluate(self, step: int) -> list[PolicyScore]:
+    def evaluate(self, step: int) -> Judgement:
         """Judge the greedy policy now, add the figures to the step's metrics and the picture to TensorBoard."""
         started = time.perf_counter()
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         with self.trainer.accelerator.autocast():
-            policies = self.reader.policies(model, self.grids)
-        scores = [
-            score_policy(grid, self.reader.is_slippery, table, default_horizon(grid), policies.format_validity)
-            for grid, table in zip(self.grids, policies.tables, strict=True)
-        ]
-        verdict = policy_verdict(policies.tables, self.grids, scores)
-        print(f"step {step}: {self.with_collapse(verdict, step)}", flush=True)
+            judgement = self.judge(model)
+        print(f"step {step}: {self.with_collapse(judgement, step)}", flush=True)
         self.evaluation_seconds += time.perf_counter() - started
-        values = {
-            "policy/success_probability": np.mean([s.success_probability for s in scores]),
-            "policy/success_at_horizon": np.mean([s.success_at_horizon for s in scores]),
-            "policy/percent_of_optimal": np.mean([s.percent_of_optimal for s in scores]),
-            "policy/optimal_states": sum(s.optimal_states for s in scores),
-            "policy/format_validity": policies.format_validity,
-            "policy/mutual_information": mutual_information(policies.tables, self.grids),
-            "time/evaluation_share": self.evaluation_seconds / (time.perf_counter() - self.started),
-        }
+        values = {f"policy/{name}": value for name, value in judgement.metrics.items()}
+        values["time/evaluation_share"] = self.evaluation_seconds / (time.perf_counter() - self.started)
         for name, value in values.items():
             self.trainer._metrics["train"][name] = [float(value)]  # of the last evaluation before a log, no mean
         writer = self._tensorboard_writer()
-        if writer is not None:
-            mdp = lake_mdp(self.grids[0], self.reader.is_slippery)
-            optimal_SA = optimal_actions(optimal_q(mdp, AGREEMENT_GAMMA))
-            figure = policy_figure([(f"step {step}: {verdict}", self.grids[0], policies.tables[0], optimal_SA)])
-            writer.add_figure("policy", figure, step)
-        return scores
+        if writer is not None and judgement.draw is not None:
+            writer.add_figure("policy", judgement.draw(f"step {step}"), step)
+        return judgement
 
     def has_collapsed(self, step: int) -> bool:
         return self.unanimous_since is not None and step - self.unanimous_since >= COLLAPSE_STEPS
 
-    def with_collapse(self, verdict: str, step: int) -> str:
-        """`verdict` and, where it holds, since when no group has had any variance.
+    def with_collapse(self, judgement: Judgement, step: int) -> str:
+        """The verdict and, where it holds, since when no group has had any variance.
 
         Groups that agree on the optimal action are what learning ends in, no collapse.
         """
-        if not self.has_collapsed(step) or verdict.startswith("learned"):
-            return verdict
-        return f"{verdict}; collapsed: 100 % unanimous groups since step {self.unanimous_since}"
+        if not self.has_collapsed(step) or judgement.is_optimal:
+            return judgement.verdict
+        return f"{judgement.verdict}; collapsed: 100 % unanimous groups since step {self.unanimous_since}"
 
     def _tensorboard_writer(self):
         for callback in self.trainer.callback_handler.callbacks:
@@ -205,19 +159,21 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
 
 
 class MetricsFile(TrainerCallback):
-    """`metrics.jsonl`: one line a logged step, cut back to the checkpoint on resume; one short line on the terminal."""
+    """`metrics.jsonl`: a line per logged step, cut back to the checkpoint on resume; a short line on the terminal.
 
-    SHOWN: ClassVar[dict[str, str]] = {
-        "reward": "reward",
-        "policy/success_probability": "success",
-        "policy/optimal_states": "optimal states",
-        "frac_reward_zero_std": "unanimous",
-        "action/entropy": "action entropy",
-        "completions/mean_length": "tokens",
-    }
+    Args:
+        shown: the judgement's metrics in the short line: name in the log -> label.
+    """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, shown: Mapping[str, str] | None = None) -> None:
         self.path = path
+        self.shown = {
+            "reward": "reward",
+            **(shown or {}),
+            "frac_reward_zero_std": "unanimous",
+            "action/entropy": "action entropy",
+            "completions/mean_length": "tokens",
+        }
         self.seconds_before = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -225,7 +181,7 @@ class MetricsFile(TrainerCallback):
         self.cut_back(state)
 
     def cut_back(self, state: TrainerState) -> None:
-        """Leave out what stands behind the checkpoint that a run goes on from."""
+        """Leave out what stands behind the checkpoint that a run resumes from."""
         kept = []
         if self.path.exists():
             kept = [line for line in self.path.read_text().splitlines() if self._step(line) <= state.global_step]
@@ -249,7 +205,7 @@ class MetricsFile(TrainerCallback):
             file.write(json.dumps(record) + "\n")
         done = state.global_step - self.first_step
         left = seconds / max(done, 1) * (state.max_steps - state.global_step) / 60
-        shown = [f"{label} {logs[key]:.3g}" for key, label in self.SHOWN.items() if logs.get(key) is not None]
+        shown = [f"{label} {logs[key]:.3g}" for key, label in self.shown.items() if logs.get(key) is not None]
         width = len(str(state.max_steps))
         print(
             f"step {state.global_step:{width}}/{state.max_steps}  {'  '.join(shown)}  {left:.1f} min left", flush=True

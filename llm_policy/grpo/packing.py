@@ -1,5 +1,7 @@
 """All completions of one prompt in one row, a tree of tokens: what they have in common is computed once.
 
+Axes: P prompts (rows), L places in a row, K places of the shared prefix, M = K + L keys, N scored tokens.
+
 Two tokens of a row are one where all before them is equal, too: a prompt stands once before all its completions, and
 completions that begin alike (after the warm start they all do) part where they differ. A token sees itself and what
 leads to it, and predicts whatever comes next in each completion that runs through it:
@@ -30,7 +32,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-TokenIds = Sequence[int]
+from llm_policy.sampling import TokenIds, common_prefix
 
 
 @dataclass(frozen=True)
@@ -112,14 +114,6 @@ def pack_groups(
         completion_lengths=[len(completion) for completion in scored],
         branch_lengths=[len(branch.token_ids) for branch in branches],
     )
-
-
-def common_prefix(sequences: Sequence[TokenIds]) -> TokenIds:
-    """What all sequences begin with; nothing where they are one and the same, for then nothing is gained."""
-    first, last = min(map(tuple, sequences)), max(map(tuple, sequences))
-    if first == last:
-        return ()
-    return first[: next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
 
 
 class _TokenTree:

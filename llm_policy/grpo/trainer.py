@@ -1,4 +1,7 @@
-"""The GRPO trainer of this project: each prompt computed once per group, exact expected advantage at the answer."""
+"""The GRPO trainer of this project: each prompt computed once per group, exact expected advantage at the answer.
+
+Axes: B completions of a batch, T tokens of a completion, F reward functions, N scored tokens of a packed pass.
+"""
 
 import copy
 import math
@@ -7,20 +10,33 @@ from pathlib import Path
 
 import torch
 from peft.tuners.lora import LoraLayer
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler, split_tensor_dict
 
 from llm_policy.checkpoints import written_whole
-from llm_policy.completions import parse_completion
 from llm_policy.errors import InputError
+from llm_policy.grpo.expected import ExpectedObjective, without_answers
 from llm_policy.grpo.packing import Branch, pack_groups, packed_log_probabilities
 from llm_policy.sampling import sample_completions
 
 OBJECTIVES = ("expected", "grpo")
 # Mean |difference| of log-probabilities, packed against stock, that rounding explains; a wrong mask gives over 0.3.
 PACKED_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+# TRL's private methods that `PolicyTrainer` overrides, with their parameters as of the pinned version. A version that
+# changes one fails tests/test_trainer.py, and not a run.
+OVERRIDDEN = {
+    "_get_train_sampler": "dataset",
+    "_prepare_inputs": "generation_batch",
+    "_generate_single_turn": "prompt_ids images multimodal_fields num_generations has_tool_images",
+    "_calculate_rewards": "inputs prompts completions completion_ids_list",
+    "_generate_and_score_completions": "inputs",
+    "_get_per_token_logps_and_entropies": "model input_ids attention_mask logits_to_keep batch_size compute_entropy "
+    "compute_aux_loss pixel_values image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles",
+    "_compute_loss": "model inputs",
+    "_save_checkpoint": "model trial",
+}
 
 
 class PolicyTrainer(GRPOTrainer):
@@ -36,23 +52,8 @@ class PolicyTrainer(GRPOTrainer):
        whose advantage is zero skip the pass, or what follows their answer, where nothing else in the loss needs them.
        Equal to stock up to rounding; `packed=False` takes TRL's pass.
     3. Groups stay together in a micro-batch (TRL shuffles single completions), which packing needs.
-    4. `objective="expected"`: at the tokens of the action in each completion that names one in the prompt's spelling,
-       directly behind `<answer>`, the sampled term is replaced by the expectation over the state's legal actions A,
-
-           - sum_a p(a) r(s, a) - action_entropy_coef * H(pi),     pi = p / sum_A p,
-
-       with r the reward of a well-formed completion that answers a, and p the model's own probability of the action's
-       string after prompt and thought. What is no action earns nothing here, not the half that it has for its form, so
-       that probability which leaks to other answers comes back; a readable action in a malformed completion counts
-       like a well-formed one, for form is taught by the other tokens. Under such rewards its gradient is G / (G - 1)
-       times the mean of the gradients that sampling the answer again and again would give GRPO with groups of G and
-       without reward scaling (GRPO's baseline, the group's mean, contains the sample itself). So the reward has no
-       sampling noise at the decision, and a group whose rewards agree has a gradient as long as one of its completions
-       names an action; the KL term of `beta`, where there is one, stays sampled. All other tokens keep the group
-       advantage. Needs the reward of every action (`action_rewards`).
-       The equality is one of sums over tokens (loss_type luspo); grpo and dapo divide a sampled term by the number of
-       tokens, this one only by the number of completions, so that there it weighs more. Needs token-level ratios
-       (importance_sampling_level): a ratio of the whole sequence would carry the sampled term back to the answer.
+    4. `objective="expected"`: at the answer the exact expected reward over all legal actions replaces the sampled term
+       (llm_policy/grpo/expected.py has the formula). Needs the reward of every action (`action_rewards`).
     5. The order of the rows depends on seed and epoch alone, so that a resumed run sees what it would have seen.
     6. Rewards are float64 until they are advantages: the mean of equal ones is then exact, and a unanimous group has no
        variance. In float32 rounding errors of 1e-7 make advantages of 1e-3, and unanimous groups count as varied.
@@ -69,7 +70,7 @@ class PolicyTrainer(GRPOTrainer):
         objective: str = "grpo",
         packed: bool = True,
         merged_sampling: bool = True,
-        action_names: Sequence[str] = (),
+        actions: Sequence[str] = (),
         action_rewards: Callable[[list[dict]], "torch.Tensor"] | None = None,
         action_entropy_coef: float = 0.0,
         guesses: Callable[[list[dict]], list[list[int]]] | None = None,
@@ -78,23 +79,25 @@ class PolicyTrainer(GRPOTrainer):
         """See `GRPOTrainer` for the rest.
 
         Args:
-            action_names: what may stand in the answer, in the order of `action_rewards`' columns.
+            actions: what may stand in the answer, in the order of `action_rewards`' columns.
             action_rewards: dataset rows -> (rows, actions) tensor: reward of a well-formed completion per action.
             action_entropy_coef: weight of the entropy (nats) of pi in the expected objective.
             guesses: dataset rows -> token ids of a likely completion of each (llm_policy/sampling.py).
         """
         check_objective(objective, packed, args)
-        if objective == "expected" and action_rewards is None:
-            raise InputError("--objective expected needs the reward of every action")
+        if objective == "expected" and (action_rewards is None or not actions):
+            raise InputError(
+                "--objective expected: this task knows no reward for every legal answer; use --objective grpo"
+            )
         super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
-        self.objective = objective
         self.packed = packed
+        self.expected: ExpectedObjective | None = None
+        if objective == "expected":
+            self.expected = ExpectedObjective(self._tokenizer, actions, action_entropy_coef)
         self.action_rewards = action_rewards
-        self.action_entropy_coef = action_entropy_coef
         self.guesses = guesses
         self._guessed_B: list[list[int]] | None = None  # for the rows that are being sampled
         self._unanimous_share = 0.0  # of the groups that were rewarded last
-        self.action_token_ids = action_token_ids(self._tokenizer, action_names) if objective == "expected" else []
         self._merged = merged_sampling and MergedCopy.is_possible(self.model)
         self._merged_copy: MergedCopy | None = None
         self._skipped_B: torch.Tensor | None = None  # completions without advantage, set around a training pass
@@ -163,7 +166,7 @@ class PolicyTrainer(GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         self._metrics["train" if self.model.training else "eval"]["frac_reward_zero_std"][-1] = self._unanimous_share
         output["advantages"] = output["advantages"].float()
-        if self.objective == "expected":
+        if self.expected:
             output["action_rewards"] = torch.as_tensor(
                 self.action_rewards(inputs), dtype=torch.float32, device=output["advantages"].device
             )
@@ -226,10 +229,12 @@ class PolicyTrainer(GRPOTrainer):
     def _compute_loss(self, model, inputs):
         if not self.packed:
             return super()._compute_loss(model, inputs)
-        answers: list[tuple[int, range]] = []
-        if self.objective == "expected":
-            answers = self._answer_positions(inputs["completion_ids"], inputs["completion_mask"])
-            inputs = {**inputs, "advantages": self._advantages_without_answers(inputs, answers)}
+        named = []
+        if self.expected:
+            named = self.expected.named_actions(inputs["completion_ids"], inputs["completion_mask"])
+            advantages_BT = without_answers(inputs["advantages"], inputs["completion_ids"], named)
+            inputs = {**inputs, "advantages": advantages_BT}
+            self._branches = self.expected.branches(named)
         only_advantages = self.beta == 0.0 and not self._entropy_bonus_enabled
         only_advantages &= self.top_entropy_quantile == 1.0  # a quantile over all tokens, of skipped completions too
         self._skipped_B = inputs["advantages"].reshape(len(inputs["advantages"]), -1).eq(0).all(1)
@@ -238,53 +243,24 @@ class PolicyTrainer(GRPOTrainer):
         elif "old_per_token_logps" in inputs:  # skipped completions have log-probability 0 on both sides: ratio 1
             old = inputs["old_per_token_logps"].masked_fill(self._skipped_B.unsqueeze(1), 0.0)
             inputs = {**inputs, "old_per_token_logps": old}
-        self._branches = [Branch(i, span.start, name) for i, span in answers for name in self.action_token_ids]
         try:
             loss = super()._compute_loss(model, inputs)
-            if self.objective == "expected":
-                loss = loss + self._expected_loss(inputs, answers)
+            if self.expected:
+                rewards_BA = inputs["action_rewards"]
+                term, sums = self.expected.loss(self._branch_log_probabilities, rewards_BA, named)
+                self._log_means(sums, len(named))
+                loss = loss + term / (self.current_gradient_accumulation_steps if self.model.training else 1)
         finally:
             self._skipped_B, self._branches, self._branch_log_probabilities = None, [], []
         return loss
 
-    def _answer_positions(self, completion_ids_BT, completion_mask_BT) -> list[tuple[int, range]]:
-        """(completion, positions of the action's tokens) for each completion that names one action."""
-        positions = []
-        for i, (ids, mask) in enumerate(zip(completion_ids_BT.tolist(), completion_mask_BT.tolist(), strict=True)):
-            span = find_answer(self._tokenizer, ids[: sum(mask)], self.action_token_ids)
-            if span is not None:
-                positions.append((i, span))
-        return positions
-
-    @staticmethod
-    def _advantages_without_answers(inputs, answers) -> torch.Tensor:
-        """Advantages as (B, T), zero at the action's tokens: there the expected term takes over."""
-        advantages_BT = inputs["advantages"].unsqueeze(1).repeat(1, inputs["completion_ids"].size(1))
-        for completion, span in answers:
-            advantages_BT[completion, span.start : span.stop] = 0.0
-        return advantages_BT
-
-    def _expected_loss(self, inputs, answers) -> torch.Tensor:
-        """- (sum_a p(a) r(a) + entropy bonus), averaged over the completions of the batch."""
-        log_probabilities_NA = inputs["action_rewards"].new_empty(0, len(self.action_token_ids))
-        if answers:
-            log_probabilities_NA = torch.stack([b.sum() for b in self._branch_log_probabilities]).view(len(answers), -1)
-        probabilities_NA = log_probabilities_NA.exp()
-        rewards_NA = inputs["action_rewards"][[i for i, _ in answers]]
-        expected_N = (probabilities_NA * rewards_NA).sum(1)
-        log_policy_NA = log_probabilities_NA.log_softmax(dim=1)
-        entropy_N = -(log_policy_NA.exp() * log_policy_NA).sum(1)
-        mode = "train" if self.model.training else "eval"
-        count = expected_N.new_tensor(len(answers))
-        sums = torch.stack([expected_N.sum(), entropy_N.sum(), probabilities_NA.sum(), count]).detach()
-        *sums, count = self.accelerator.reduce(sums).tolist()  # over all processes: each must stop where the others do
-        names = ("action/expected_reward", "action/entropy", "action/legal_probability")
-        for name, value in zip(names, sums, strict=True):
-            if count:
-                self._metrics[mode][name].append(value / count)
-        accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1
-        total = expected_N.sum() + self.action_entropy_coef * entropy_N.sum()
-        return -total / len(inputs["completion_ids"]) / accumulation
+    def _log_means(self, sums: dict[str, torch.Tensor], count: int) -> None:
+        """Log each sum over `count`, both over all processes: each must stop where the others do."""
+        values = torch.stack([*sums.values(), next(iter(sums.values())).new_tensor(count)])
+        *totals, everywhere = self.accelerator.reduce(values).tolist()
+        if everywhere:
+            for name, total in zip(sums, totals, strict=True):
+                self._metrics["train" if self.model.training else "eval"][name].append(total / everywhere)
 
     # Checkpoints -----------------------------------------------------------------------------------------------
 
@@ -397,39 +373,3 @@ class MergedCopy:
             delta = sum(layer.get_delta_weight(adapter) for adapter in layer.active_adapters)
             self._copy.get_submodule(name).weight.copy_(layer.get_base_layer().weight + delta)
         return self._copy
-
-
-def action_token_ids(tokenizer: PreTrainedTokenizerBase, names: Sequence[str]) -> list[tuple[int, ...]]:
-    """Token ids of each action's name as it stands between `<answer>` and `</answer>`, one or several a name."""
-    token_ids = []
-    for name in names:
-        text = f"<think>.</think><answer>{name}</answer>"
-        start = text.index(f"{name}</answer>")
-        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        inside = [
-            (token, span)
-            for token, span in zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
-            if span[0] < start + len(name) and span[1] > start
-        ]
-        if not inside or inside[0][1][0] != start or inside[-1][1][1] != start + len(name):
-            raise InputError(
-                f"{tokenizer.name_or_path}: its tokens for {name!r} run over the answer tag: use --objective grpo"
-            )
-        token_ids.append(tuple(token for token, _ in inside))
-    return token_ids
-
-
-def find_answer(
-    tokenizer: PreTrainedTokenizerBase, completion_ids: list[int], action_ids: Sequence[tuple[int, ...]]
-) -> range | None:
-    """Positions of the action's tokens in a completion that names one action in its usual tokens, else None."""
-    action = parse_completion(tokenizer.decode(completion_ids, skip_special_tokens=True)).action
-    if action is None:
-        return None
-    wanted = action_ids[action]
-    for start in range(len(completion_ids) - len(wanted), 0, -1):
-        if tuple(completion_ids[start : start + len(wanted)]) != wanted:
-            continue
-        if tokenizer.decode(completion_ids[:start], skip_special_tokens=True).endswith("<answer>"):
-            return range(start, start + len(wanted))
-    return None

@@ -1,45 +1,104 @@
-"""Teaches the answer format and nothing else: supervised on well-formed replies whose actions are uniformly random.
+"""Teaches the form of a reply and nothing else: supervised on well-formed replies that prefer no answer.
 
-For every sampled state each of the four actions stands in the batch exactly once, so no label of the expert leaks: the
-best that the model can do is to answer in form and give all actions the same probability. GRPO then starts with
-readable answers and with variance in every group.
+A task gives prompts, and for each of them replies that differ in their answer alone. All replies to a prompt are in the
+batch together, so no label leaks: the best that the model can do is to write a well-formed reply and give all answers
+the same probability. GRPO then starts with readable answers and with variance in every group.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel
+from peft import LoraConfig, PeftModel
 from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
+from llm_policy import adapters
+from llm_policy.chat import Messages, Reader, reply_token_ids
 from llm_policy.completions import parse_completion
 from llm_policy.errors import InputError
-from llm_policy.environments.frozen_lake import ACTIONS, Grid
+from llm_policy.grpo.arguments import ScriptArguments
 from llm_policy.grpo.packing import pack_groups, packed_log_probabilities
-from llm_policy.environments.policy_table import PolicyReader
-from prompts import format_example
+from llm_policy.run_files import write_whole
 
+Lesson = tuple[Messages, Sequence[str]]
+"""A prompt and well-formed replies to it that differ in their answer alone."""
+
+REPORT_FILE = "report.json"
 SAMPLED_PROMPTS = 32  # for the estimate of the format validity
 CHECK_EVERY_STEPS = 5
-UNJOINABLE = ("use_dora", "modules_to_save", "target_parameters", "layers_to_transform")  # of PEFT's LoraConfig
 PROMPTS_PER_PASS = 3  # a bound on memory; two cores are as fast with 3 as with 11
 
 
-def sampled_format_validity(model: PeftModel, reader: PolicyReader, cells: Sequence[tuple[Grid, int]]) -> float:
-    """Share of `SAMPLED_PROMPTS` or more sampled completions (temperature 1) that are in form and name an action."""
-    chosen = cells[:: max(1, len(cells) // SAMPLED_PROMPTS)][:SAMPLED_PROMPTS]
-    texts = reader.completions(model, chosen, -(-SAMPLED_PROMPTS // len(chosen)))
+def warm_started(
+    model: PreTrainedModel, lora: LoraConfig, reader: Reader, lessons: Sequence[Lesson],
+    is_answer: Callable[[str], bool], script: ScriptArguments, seed: int, folder: Path,
+    should_stop: Callable[[], bool], has_begun: bool,
+) -> tuple[PreTrainedModel, dict]:  # fmt: skip
+    """Teach the form where `--warm_start` asks for it, and merge it into the model; what the warm start reported.
+
+    GRPO then trains a fresh adapter on top: with the warm start's own the first steps were five times as large and the
+    policy state-blind for ten of them (LOG.md). An interrupted run finds adapter and report in `folder`.
+
+    Args:
+        has_begun: GRPO has taken steps already, which stand on the warm start that was made then, or on none.
+    """
+    if (folder / REPORT_FILE).exists():
+        print("warm start: taken from the interrupted run", flush=True)
+        report = json.loads((folder / REPORT_FILE).read_text())
+        return adapters.merged(model, folder), report
+    if script.warm_start == "always" and has_begun:
+        raise InputError(f"{folder}: is gone, and the checkpoints stand on it; choose another --output_dir")
+    if script.warm_start == "never" or has_begun or not lessons:  # steps without a warm start: none was needed
+        return model, {"steps": 0}
+    if script.warm_start == "auto":
+        validity = sampled_format_validity(model, reader, lessons, is_answer)
+        needed = script.warm_start_threshold
+        print(f"warm start: {validity:.0%} of sampled completions are well-formed ({needed:.0%} needed)", flush=True)
+        if validity >= needed:
+            return model, {"steps": 0, "format_validity": validity}
+    student = adapters.fresh(model, lora)
+    report = teach_format(
+        student,
+        reader,
+        lessons,
+        is_answer,
+        max_steps=script.warm_start_steps,
+        prompts_per_step=script.warm_start_prompts,
+        learning_rate=script.warm_start_learning_rate,
+        threshold=script.warm_start_threshold,
+        seed=seed,
+        should_stop=should_stop,
+    )
+    if should_stop():
+        return model, report
+    student.save_pretrained(folder)
+    write_whole(folder / REPORT_FILE, json.dumps(report) + "\n")
+    return adapters.merged(student.unload(), folder), report
+
+
+def sampled_format_validity(
+    model: PeftModel, reader: Reader, lessons: Sequence[Lesson], is_answer: Callable[[str], bool]
+) -> float:
+    """Share of `SAMPLED_PROMPTS` or more sampled completions (temperature 1) that are well-formed and mean something.
+
+    Args:
+        is_answer: whether the text of an answer means anything in this task.
+    """
+    chosen = lessons[:: max(1, len(lessons) // SAMPLED_PROMPTS)][:SAMPLED_PROMPTS]
+    prompts, guesses = [prompt for prompt, _ in chosen], [replies[0] for _, replies in chosen]
+    texts = reader.completions(model, prompts, -(-SAMPLED_PROMPTS // len(chosen)), guesses)
     parsed = [parse_completion(text) for text in texts]
-    return sum(p.is_well_formed and p.action is not None for p in parsed) / len(parsed)
+    return sum(p.is_well_formed and p.answer is not None and is_answer(p.answer) for p in parsed) / len(parsed)
 
 
 def teach_format(
     model: PeftModel,
-    tokenizer: PreTrainedTokenizerBase,
-    reader: PolicyReader,
-    cells: Sequence[tuple[Grid, int]],
+    reader: Reader,
+    lessons: Sequence[Lesson],
+    is_answer: Callable[[str], bool],
     *,
     max_steps: int,
     prompts_per_step: int,
@@ -48,36 +107,38 @@ def teach_format(
     seed: int,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float]:
-    """Fine-tune the adapter until `threshold` of sampled completions are in form, or for `max_steps`.
+    """Fine-tune the adapter until `threshold` of sampled completions are well-formed, or for `max_steps`.
 
     Args:
-        cells: (map, state) pairs to draw prompts from.
-        prompts_per_step: distinct prompts a step, each with all four actions.
+        lessons: prompts to draw from, with the replies that each is taught.
+        is_answer: as for `sampled_format_validity`.
+        prompts_per_step: distinct prompts per step, each with all its replies.
         should_stop: asked after every step; True leaves early (the caller then throws the adapter away).
 
     Returns:
-        `steps`, `loss` (nats a token, last step) and `format_validity` (last sample).
+        `steps`, `loss` (nats per token, last step) and `format_validity` (last sample).
     """
     base_model = model.get_base_model()
     add_fused_lm_head(base_model, outputs=("log_probs", "entropy"))
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
-    end = [tokenizer.eos_token_id]
+    tokenizer = reader.tokenizer
     report = {"steps": 0, "loss": float("nan"), "format_validity": 0.0}
     device = next(model.parameters()).device
     model.train()
-    progress = tqdm(range(1, max_steps + 1), desc="warm start (format only)", unit="step")
+    # No total: it usually ends after five steps, and a bar that counts to `max_steps` would promise the longest case.
+    progress = tqdm(desc=f"warm start (form only), at most {max_steps} steps, usually 5", unit="step")
     try:
-        for step in progress:
-            order = torch.randperm(len(cells), generator=generator)[:prompts_per_step].tolist()
+        for step in range(1, max_steps + 1):
+            order = torch.randperm(len(lessons), generator=generator)[:prompts_per_step].tolist()
             loss = 0.0
             for first in range(0, len(order), PROMPTS_PER_PASS):
                 chunk = order[first : first + PROMPTS_PER_PASS]
-                batch = [(*cells[i], action) for i in chunk for action in range(len(ACTIONS))]
+                batch = [(lessons[i][0], reply) for i in chunk for reply in lessons[i][1]]
                 packed = pack_groups(
-                    [reader.prompt(grid, state) for grid, state, _ in batch],
-                    [tokenizer.encode(format_example(*cell), add_special_tokens=False) + end for cell in batch],
+                    [reader.prompt(prompt) for prompt, _ in batch],
+                    [reply_token_ids(reply, tokenizer) for _, reply in batch],
                     pad_token_id=tokenizer.pad_token_id,
                     device=device,
                     share_prefix=not base_model.is_activation_checkpointing,
@@ -91,11 +152,12 @@ def teach_format(
             optimizer.step()
             optimizer.zero_grad()
             report.update(steps=step, loss=loss)
-            progress.set_postfix(loss=f"{loss:.3f}", in_form=f"{report['format_validity']:.0%}")
+            progress.update()
+            progress.set_postfix(loss=f"{loss:.3f}", well_formed=f"{report['format_validity']:.0%}")
             if should_stop():
                 break
             if step % CHECK_EVERY_STEPS == 0 or step == max_steps:
-                report["format_validity"] = sampled_format_validity(model, reader, cells)
+                report["format_validity"] = sampled_format_validity(model, reader, lessons, is_answer)
                 model.train()
                 if report["format_validity"] >= threshold:
                     break
@@ -103,32 +165,3 @@ def teach_format(
         progress.close()
         vars(base_model).pop("forward", None)  # the fused head closes over settings of this stage only
     return report
-
-
-def check_joinable(folder: Path, config: PeftConfig) -> None:
-    """`InputError` for an adapter that `join_adapters` could not put together with another one."""
-    odd = [name for name in UNJOINABLE if getattr(config, name, None)]
-    if not isinstance(config, LoraConfig) or odd or isinstance(config.target_modules, str):
-        kind = odd[0] if odd else "target_modules as a pattern" if isinstance(config, LoraConfig) else config.peft_type
-        raise InputError(
-            f"{folder}: an adapter with {kind} cannot be trained further here, for it is joined with the new one in "
-            "the end; merge it into its model (PEFT's merge_and_unload) and start from that"
-        )
-
-
-def join_adapters(base_model: PreTrainedModel, folders: Sequence[Path]) -> PeftModel:
-    """One LoRA adapter that does what those in `folders` do together: B A = [B1 B2 ...] [A1; A2; ...].
-
-    Its rank is the sum of their ranks. What GRPO learnt stands on the warm start; joined, one adapter on the plain base
-    model is all that a user of the policy has to load.
-    """
-    names = [f"part{i}" for i in range(len(folders))]
-    model = PeftModel.from_pretrained(base_model, folders[0], adapter_name=names[0])
-    for name, folder in zip(names[1:], folders[1:], strict=True):
-        model.load_adapter(folder, name)
-    model.peft_config[names[0]].use_rslora = False  # its scaling is in the factors by now, and must not come twice
-    model.add_weighted_adapter(names, [1.0] * len(names), "default", combination_type="cat")
-    model.set_adapter("default")
-    for name in names:
-        model.delete_adapter(name)
-    return model.eval()

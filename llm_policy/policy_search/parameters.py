@@ -1,11 +1,11 @@
 """A Gymnasium environment -> the policies that a search may propose for it: parameters, as text and as behaviour.
 
-Two kinds (arXiv 2511.21928): a table with one action per discrete state, and W s + b for a vector observation s, of
-which discrete actions take the largest component, while continuous ones are clipped to their bounds.
+There are two kinds (arXiv 2511.21928). Discrete states have a table with one action per state. A vector observation s
+has W s + b: a discrete action is its largest component, a continuous one is clipped to its bounds.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,17 +13,14 @@ from typing import Any
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Box, Discrete
-from gymnasium.wrappers import TimeLimit
 
+from llm_policy.environments.gym_env import Actor, GymEnvironment, make_gym_environment, returns
 from llm_policy.errors import InputError
-from llm_policy.environments.mdp import MDP, mdp_from_env
 
 Parameters = tuple[float, ...]
 """Values on the grid of a `PolicySpace`: integers for a table; W row by row and then b for a linear policy."""
 
 LINEAR_BOUND = 6.0
-DEFAULT_HORIZON_STEPS = 100
-"""Where the environment has no limit: in CliffWalking the published -100 is a hundred steps of -1."""
 
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 _PARAMETER_LINE = re.compile(r"^[ \t]*parameters[ \t]*:(.*)$", re.IGNORECASE | re.MULTILINE)
@@ -31,7 +28,7 @@ _SHOWN_CHARACTERS = 30
 
 
 class AnswerError(ValueError):
-    """An answer that names no policy. The message is one line and is told to the model."""
+    """An answer that names no policy. The message is one line; the model is told it."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +78,10 @@ class PolicySpace:
     def neighbour(self, parameters: Parameters, generator: np.random.Generator) -> Parameters:
         """`parameters` with one value, drawn uniformly, changed to another one, drawn uniformly."""
         changed = list(parameters)
-        place = int(generator.integers(self.count))
-        others = self._grid[self._grid != changed[place]]
+        index = int(generator.integers(self.count))
+        others = self._grid[self._grid != changed[index]]
         if len(others):
-            changed[place] = generator.choice(others)
+            changed[index] = generator.choice(others)
         return self._parameters(changed)
 
     def _parameters(self, values: Iterable[float]) -> Parameters:
@@ -93,11 +90,11 @@ class PolicySpace:
         return tuple(float(value) + 0.0 for value in values)  # + 0.0 makes -0.0 the 0.0 that it is
 
     def text(self, parameters: Parameters) -> str:
-        """As the history shows parameters and as an answer has to write them: "0, 3, 1" or "-0.5, 2.0"."""
+        """As the history shows parameters, and as an answer must write them: "0, 3, 1" or "-0.5, 2.0"."""
         return ", ".join(f"{value:.{self.decimals}f}" for value in parameters)
 
     def can_begin(self, text: str) -> bool:
-        """Whether `text` can become the list of values of an answer in form, " v, v, ...".
+        """Whether `text` can become the list of values of a well-formed answer, " v, v, ...".
 
         >>> space = PolicySpace(is_tabular=True, inputs=3, outputs=4)
         >>> space.can_begin(" 0, 3,"), space.can_begin(" 0, 4"), space.can_begin(" 0, 3, 1, 2")
@@ -119,10 +116,10 @@ class PolicySpace:
         return frozenset(f" {self.text((value,))}" for value in self._parameters(self._grid))
 
     def read_answer(self, text: str) -> Parameters:
-        """The parameters that an answer names: the one parser of this search.
+        """The parameters that an answer names. This is the only parser of the search.
 
-        Exactly one line `parameters: v, v, ...` with exactly `count` numbers, in range and on the grid; anything else
-        raises `AnswerError`. The text is matched against numbers and never evaluated.
+        An answer has exactly one line `parameters: v, v, ...` with `count` numbers, in range and on the grid. Anything
+        else raises `AnswerError`. The text is matched against numbers and never evaluated.
 
         >>> PolicySpace(is_tabular=True, inputs=3, outputs=4).read_answer("parameters: 0, 3, 1\\nreason: near the best")
         (0, 3, 1)
@@ -133,21 +130,21 @@ class PolicySpace:
         if len(lines) != 1:
             raise AnswerError(f"{len(lines) or 'no'} lines begin with `parameters:`, expected one")
         words = [word.strip() for word in lines[0].strip().strip("[]()").split(",")]
-        for place, word in enumerate(words, start=1):
+        for number, word in enumerate(words, start=1):
             if not _NUMBER.fullmatch(word):
-                raise AnswerError(f"value {place} is {_shortened(word)}, expected a number")
+                raise AnswerError(f"value {number} is {_shortened(word)}, expected a number")
         if len(words) != self.count:
             raise AnswerError(f"{len(words)} values, expected {self.count}")
-        for place, word in enumerate(words, start=1):
+        for number, word in enumerate(words, start=1):
             if not self.lowest <= float(word) <= self.highest:
-                raise AnswerError(f"value {place} is {_shortened(word)}, expected {self.lowest:g} to {self.highest:g}")
+                raise AnswerError(f"value {number} is {_shortened(word)}, expected {self.lowest:g} to {self.highest:g}")
             if len(word.partition(".")[2].rstrip("0")) > self.decimals:
                 wanted = "an integer" if self.is_tabular else "one decimal"
-                raise AnswerError(f"value {place} is {_shortened(word)}, expected {wanted}")
+                raise AnswerError(f"value {number} is {_shortened(word)}, expected {wanted}")
         return self._parameters(map(float, words))
 
-    def actor(self, parameters: Parameters) -> Callable[[Any], Any]:
-        """The policy itself: observation -> action, as the environment wants it."""
+    def actor(self, parameters: Parameters) -> Actor:
+        """The policy itself: observation -> action, as the environment has them."""
         if self.is_tabular:
             actions_S = [int(value) + self.first_action for value in parameters]
             return lambda state: actions_S[int(state) - self.first_input]
@@ -159,7 +156,7 @@ class PolicySpace:
         low, high = self.action_bounds
         return lambda vector: np.clip(weights @ vector + bias, low, high).astype(low.dtype)
 
-    def table(self, parameters: Parameters) -> np.ndarray:
+    def policy_table(self, parameters: Parameters) -> np.ndarray:
         """One-hot `policy_SA` of a tabular policy."""
         return np.eye(self.outputs)[np.array(parameters, dtype=int)]
 
@@ -169,50 +166,23 @@ def _shortened(word: str) -> str:
 
 
 @dataclass(frozen=True)
-class Task:
-    """An environment to search policies for.
+class SearchProblem:
+    """What a search works on: an environment, and the policies that may be proposed for it."""
 
-    Attributes:
-        env_id: with its version, also where the user left it out.
-        options: what was given to `gymnasium.make` beside the id.
-        mdp: the environment as arrays where it has a transition table (toy text): policies can then be judged exactly.
-    """
-
-    env_id: str
-    env: gymnasium.Env
+    environment: GymEnvironment
     space: PolicySpace
-    horizon_steps: int
-    mdp: MDP | None
-    options: Mapping[str, Any]
+
+    def returns(self, parameters: Parameters, episodes: int, seed: int) -> list[float]:
+        """The undiscounted return of each of `episodes` episodes; the same seed gives the same episodes."""
+        return returns(self.environment.env, self.space.actor(parameters), episodes, seed)
 
 
-def make_task(env_id: str, options: Mapping[str, Any] | None = None, horizon_steps: int | None = None) -> Task:
-    """Make the environment and find out what its policies look like.
-
-    Args:
-        horizon_steps: step limit; None takes the environment's own, or `DEFAULT_HORIZON_STEPS` where it has none.
-
-    `InputError` for an unknown environment, a missing package, an option or a space that cannot be used.
-    """
-    options = dict(options or {})
-    try:
-        env = gymnasium.make(env_id, max_episode_steps=horizon_steps, disable_env_checker=True, **options)
-    except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
-        remedy = "pip install -r requirements-mujoco.txt" if "mujoco" in str(error).lower() else "install it"
-        raise InputError(f"--env_id {env_id}: a package is missing ({_one_line(error)}); {remedy}") from error
-    except gymnasium.error.Error as error:
-        raise InputError(f"--env_id {env_id}: {_one_line(error)}") from error
-    except (TypeError, ValueError, KeyError, AssertionError) as error:
-        raise InputError(f"--env_id {env_id} with --env_options {options}: {_one_line(error)}") from error
-    spec = env.spec
-    assert spec is not None, "gymnasium.make always leaves one"
-    horizon_steps = spec.max_episode_steps
-    if horizon_steps is None:
-        horizon_steps = DEFAULT_HORIZON_STEPS
-        env = TimeLimit(env, horizon_steps)
-    space = policy_space(env, env_id)
-    has_table = space.is_tabular and hasattr(env.unwrapped, "P")
-    return Task(spec.id, env, space, horizon_steps, mdp_from_env(env) if has_table else None, options)
+def search_problem(
+    env_id: str, options: Mapping[str, Any] | None = None, horizon_steps: int | None = None
+) -> SearchProblem:
+    """Make the environment, as `make_gym_environment` does, and find out what its policies look like."""
+    environment = make_gym_environment(env_id, options, horizon_steps)
+    return SearchProblem(environment, policy_space(environment.env, env_id))
 
 
 def policy_space(env: gymnasium.Env, env_id: str) -> PolicySpace:
@@ -231,26 +201,3 @@ def policy_space(env: gymnasium.Env, env_id: str) -> PolicySpace:
         f"--env_id {env_id}: observations {observations} with actions {actions}; expected discrete ones with discrete "
         "actions, or a vector with discrete actions or a vector of them"
     )
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
-
-
-def roll_out(task: Task, parameters: Parameters, episodes: int, seed: int) -> list[float]:
-    """Undiscounted returns of `episodes` episodes, each up to its end or the step limit."""
-    return play(task, task.space.actor(parameters), episodes, seed)
-
-
-def play(task: Task, actor: Callable[[Any], Any], episodes: int, seed: int) -> list[float]:
-    """Undiscounted returns of any policy (observation -> action); the same seed gives the same episodes."""
-    returns = []
-    for episode in range(episodes):
-        observation, _ = task.env.reset(seed=seed if episode == 0 else None)
-        total, has_ended = 0.0, False
-        while not has_ended:
-            observation, reward, terminated, truncated, _ = task.env.step(actor(observation))
-            total += float(reward)
-            has_ended = terminated or truncated
-        returns.append(total)
-    return returns

@@ -1,14 +1,16 @@
 """Every word that a model is told in policy search (ProPS and ProPS+, arXiv 2511.21928; the wording is ours).
 
-These are not in prompts.py because nobody reads the two together: that file tells a model to act in a state and moves
-the numbers of training; this one tells it to improve a vector of numbers, and most of it describes environments.
+The prompts of training are in the root's prompts.py. They ask for an action in a state. These ask for a vector of
+numbers, and most of their words describe environments. A changed word here changes the answers of every model, and a
+run that was begun before cannot be resumed.
 """
 
 from collections.abc import Sequence
 
+from llm_policy.chat import Messages
+from llm_policy.environments.gym_env import GymEnvironment
 from llm_policy.errors import InputError
-from llm_policy.policy_search.parameters import Parameters, PolicySpace, Task
-from prompts import NOT_SLIPPERY, SLIPPERY, Messages
+from llm_policy.policy_search.parameters import Parameters, PolicySpace
 
 ROLE = (
     "You are a good global optimiser. You look for the parameters of a policy that earn the highest return, by "
@@ -39,6 +41,8 @@ REASON = " Then one line more: the word `reason`, a colon and one short sentence
 ANSWER_PREFIX = "parameters:"
 CORRECTION = "This cannot be used: {error}. {answer}"
 
+_SLIPPERY = "Slippery: you move as chosen or to either side of it, each with probability 1/3."
+_NOT_SLIPPERY = "Not slippery: you always move as chosen."
 _LAKE = (
     "An agent crosses a frozen lake, {rows} by {columns} cells, to the goal: {map} (S start, F ice, H hole, G goal). "
     "The state is row * {columns} + column, both from 0. Actions: 0 left, 1 down, 2 right, 3 up. {dynamics} Entering "
@@ -92,27 +96,28 @@ DESCRIPTIONS = {
 }
 
 
-def environment_description(task: Task) -> str:
+def environment_description(environment: GymEnvironment) -> str:
     """What ProPS+ tells of the environment: actions, reward, end of an episode.
 
-    `InputError` where we have no words for it: an environment, or options of one, that are not described here.
+    `InputError` for an environment, or options of one, that are not described here.
     """
     lake_options = {"map_name", "desc", "is_slippery"}
-    if task.env_id == "FrozenLake-v1" and set(task.options) <= lake_options:
-        rows = [b"".join(row).decode() for row in task.env.unwrapped.desc]  # type: ignore[attr-defined]
+    if environment.env_id == "FrozenLake-v1" and set(environment.options) <= lake_options:
+        rows = [b"".join(row).decode() for row in environment.env.unwrapped.desc]  # type: ignore[attr-defined]
         return _LAKE.format(
             rows=len(rows),
             columns=len(rows[0]),
             map="|".join(rows),
-            dynamics=SLIPPERY if task.options.get("is_slippery", True) else NOT_SLIPPERY,
-            horizon=task.horizon_steps,
+            dynamics=_SLIPPERY if environment.options.get("is_slippery", True) else _NOT_SLIPPERY,
+            horizon=environment.horizon_steps,
         )
-    if task.env_id not in DESCRIPTIONS or task.options:
+    if environment.env_id not in DESCRIPTIONS or environment.options:
         raise InputError(
-            f"--describe_environment true: no description of {task.env_id} with options {dict(task.options)}; write "
-            f"one and name its file with --description_file (described: FrozenLake-v1, {', '.join(DESCRIPTIONS)})"
+            f"--describe_environment true: {environment.env_id} with options {dict(environment.options)} has no "
+            f"description here; write one and name its file with --description_file (described are: FrozenLake-v1, "
+            f"{', '.join(DESCRIPTIONS)})"
         )
-    return DESCRIPTIONS[task.env_id].format(horizon=task.horizon_steps)
+    return DESCRIPTIONS[environment.env_id].format(horizon=environment.horizon_steps)
 
 
 def parameters_text(space: PolicySpace) -> str:
@@ -144,11 +149,11 @@ def search_messages(
     """The prompt of one iteration.
 
     Args:
-        tried: the history, one `tried_text` a policy.
+        tried: the history, one `tried_text` per policy.
         history: which of `HISTORY` it is.
-        optimum: the hint of the best return; None: no word of it.
-        description: ProPS+, `environment_description`; None: ProPS.
-        ask_reason: ask for a line of reasoning behind the parameters.
+        optimum: the best return, as a hint; None says nothing of it.
+        description: ProPS+ has one, `environment_description`; ProPS has None.
+        ask_reason: ask for a line of reasoning after the parameters.
     """
     parts = [
         parameters_text(space),
@@ -156,7 +161,7 @@ def search_messages(
         None if optimum is None else OPTIMUM.format(optimum=optimum),
         TURN.format(iteration=iteration, iterations=iterations),
         answer_text(space, ask_reason),
-        # Last, so that an answer in form is also how the list would go on
+        # Last, so that a well-formed answer is also how the list would continue
         "\n".join([HISTORY[history].format(episodes=episodes), *tried]) if tried else "Nothing was tried so far.",
     ]
     user = "\n\n".join(part for part in parts if part)

@@ -1,25 +1,152 @@
 """Who proposes: a local model, an OpenAI-compatible endpoint, recorded answers, and two searches without a model.
 
-All answer as text in the same form and through the same parser, so that nothing but the proposals differs.
+All of them answer as text and through the same parser, so that only the proposals differ.
 """
 
 import os
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from llm_policy.errors import InputError
-from llm_policy.policy_search.parameters import Parameters, PolicySpace
-from llm_policy.policy_search.search import Answer, Request, read_log, seed_of
+from llm_policy.chat import Messages, fit_to_template, prompt_token_ids, sampling_config
+from llm_policy.errors import InputError, check_at_least, check_choices
+from llm_policy.models import DTYPES, EMBEDDED_MODEL, load_model, load_tokenizer
+from llm_policy.policy_search.answer_log import read_log
+from llm_policy.policy_search.parameters import Parameters, PolicySpace, SearchProblem
+from llm_policy.policy_search.prompts import ANSWER_PREFIX
+from llm_policy.policy_search.search import Answer, Proposer, Request, SearchSettings, longest_prompt, seed_of
+from llm_policy.run_files import ROOT
 from llm_policy.sampling import sample_completions
-from prompts import Messages, fit_to_template, prompt_token_ids
 
 PROPOSERS = ("local", "endpoint", "random", "hill_climbing", "recorded")
+NAMES_WITHOUT_MODEL = {"random": "random search", "hill_climbing": "hill climbing"}
 KEY_VARIABLE = "OPENAI_API_KEY"
+ENDPOINT_COMPLETION_TOKENS = 1024
+# What an answer may take, with room for a tokenizer that has one token per digit
+TOKENS_AROUND, TOKENS_OF_REASON, TOKENS_PER_INTEGER, TOKENS_PER_DECIMAL = 16, 64, 3, 7
+CHARACTERS_PER_TOKEN = 2  # of an unknown tokenizer on text that is mostly numbers: a cautious guess
+
+
+@dataclass
+class ProposerSettings:
+    """Who proposes, and how."""
+
+    proposer: str = field(default="local", metadata={"help": f"Who proposes: {', '.join(PROPOSERS)}."})
+    model_name_or_path: str = field(
+        default=str(EMBEDDED_MODEL.relative_to(ROOT)),
+        metadata={"help": "local: hub id, model folder, adapter folder or GGUF file."},
+    )
+    dtype: str = field(default="bfloat16", metadata={"help": f"local: weights, one of {', '.join(DTYPES)}."})
+    answer_prefix: str = field(
+        default=ANSWER_PREFIX, metadata={"help": "local: the beginning of each answer, given to the model."}
+    )
+    constrained: bool = field(
+        default=True, metadata={"help": "local: only tokens that can still become a well-formed answer."}
+    )
+    base_url: str | None = field(default=None, metadata={"help": "endpoint: its URL. Default: OpenAI's."})
+    model_name: str | None = field(default=None, metadata={"help": "endpoint: the model's name there."})
+    endpoint_retries: int = field(default=8, metadata={"help": "endpoint: further tries, with growing pauses."})
+    endpoint_timeout_seconds: float = field(default=120.0, metadata={"help": "endpoint: longest wait for an answer."})
+    context_tokens: int | None = field(
+        default=None, metadata={"help": "endpoint: the model's context; prompts are checked against it at the start."}
+    )
+    answers: str | None = field(default=None, metadata={"help": "recorded: the answers.jsonl of an earlier run."})
+    max_completion_tokens: int | None = field(
+        default=None, metadata={"help": "Longest answer. Default: enough for the parameters and a reason."}
+    )
+    temperature: float = field(default=1.0, metadata={"help": "Of the model's answers; 0 is greedy."})
+
+    def __post_init__(self) -> None:
+        check_choices(self, {"proposer": PROPOSERS, "dtype": DTYPES})
+        check_at_least(self, {"endpoint_retries": 0, "context_tokens": 1, "max_completion_tokens": 1})
+        if self.proposer == "local" and self.constrained and not self.answer_prefix:
+            raise InputError("--constrained true: needs an --answer_prefix")
+        if self.temperature < 0:
+            raise InputError(f"--temperature {self.temperature}: expected at least 0")
+        if self.endpoint_timeout_seconds <= 0:
+            raise InputError(f"--endpoint_timeout_seconds {self.endpoint_timeout_seconds}: expected more than 0")
+        needed = {"endpoint": "model_name", "recorded": "answers"}.get(self.proposer)
+        if needed and not getattr(self, needed):
+            raise InputError(f"--proposer {self.proposer}: needs --{needed}")
+
+    def name(self, method: str) -> str:
+        """As tables call the search; `method` is ProPS or ProPS+."""
+        if self.proposer in NAMES_WITHOUT_MODEL:
+            return NAMES_WITHOUT_MODEL[self.proposer]
+        models = {"local": self.model_name_or_path, "endpoint": self.model_name or ""}
+        return f"{method}, {Path(models.get(self.proposer, self.proposer)).name}"
+
+
+def make_proposer(
+    problem: SearchProblem,
+    settings: ProposerSettings,
+    search: SearchSettings,
+    optimum: float | None,
+    description: str | None,
+) -> Proposer:
+    """The proposer that the settings name. `InputError` where prompts and answers can exceed the model's context."""
+    space = problem.space
+    if settings.proposer == "random":
+        return RandomProposer(space, search.seed)
+    if settings.proposer == "hill_climbing":
+        return HillClimbingProposer(space, search.seed)
+    if settings.proposer == "recorded":
+        assert settings.answers is not None
+        return RecordedProposer(settings.answers)
+    tokens_per_value = TOKENS_PER_INTEGER if space.is_tabular else TOKENS_PER_DECIMAL
+    answer_tokens = TOKENS_AROUND + tokens_per_value * space.count + (TOKENS_OF_REASON if search.ask_reason else 0)
+    longest_answer = f"parameters: {space.text((space.lowest,) * space.count)}\nreason: {'because ' * 20}"
+    prompt = longest_prompt(space, search, optimum, description, longest_answer)
+    if settings.proposer == "endpoint":
+        assert settings.model_name is not None
+        limit = settings.max_completion_tokens or max(answer_tokens, ENDPOINT_COMPLETION_TOKENS)
+        characters = sum(len(message["content"]) for message in prompt)
+        _check_context(problem, -(-characters // CHARACTERS_PER_TOKEN), limit, settings.context_tokens)
+        return EndpointProposer(
+            settings.model_name,
+            settings.base_url,
+            limit,
+            settings.temperature,
+            search.seed,
+            settings.endpoint_retries,
+            settings.endpoint_timeout_seconds,
+        )
+    limit = settings.max_completion_tokens or answer_tokens
+    tokenizer = load_tokenizer(settings.model_name_or_path)
+    model: Any = load_model(settings.model_name_or_path, dtype=settings.dtype)
+    proposer = LocalProposer(
+        model,
+        tokenizer,
+        limit,
+        settings.temperature,
+        search.seed,
+        settings.answer_prefix,
+        is_one_line=not search.ask_reason,
+        space=space if settings.constrained else None,
+    )
+    context_tokens = model.config.get_text_config().max_position_embeddings
+    _check_context(problem, len(proposer.prompt_tokens(prompt)), limit, context_tokens)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    return proposer
+
+
+def _check_context(problem: SearchProblem, prompt_tokens: int, answer_tokens: int, context_tokens: int | None) -> None:
+    if context_tokens is not None and prompt_tokens + answer_tokens > context_tokens:
+        raise InputError(
+            f"--env_id {problem.environment.env_id}: {problem.space.count} parameters per policy make prompts of up to "
+            f"{prompt_tokens} tokens; with {answer_tokens} for the answer that exceeds the model's context of "
+            f"{context_tokens}: take --history best_and_recent with a smaller --history_best and --history_recent, or "
+            "another model"
+        )
+
+
+# Without a model -------------------------------------------------------------------------------------------------
 
 
 class RandomProposer:
@@ -38,9 +165,9 @@ class RandomProposer:
 class HillClimbingProposer(RandomProposer):
     """Local search: the best policy so far with one value changed.
 
-    Of equally good ones the latest, so that it wanders where many are equal: most tables never reach a lake's goal. A
-    policy that leads after a single rollout is rolled out again before anything is built on it. Without that one lucky
-    draw ends the search: over eight seeds of 400 iterations on the slippery lake .32 (exact) instead of .47.
+    Ties go to the latest, so that the search wanders where many policies are equal: most tables never reach a lake's
+    goal. A policy that leads after a single rollout is rolled out again before it is built on. Without this, one lucky
+    draw ends the search: .32 (exact) instead of .47 over eight seeds of 400 iterations on the slippery lake.
     """
 
     def propose(self, request: Request) -> Answer:
@@ -59,7 +186,7 @@ def _answer_text(space: PolicySpace, parameters: Parameters, reason: str) -> str
 
 
 class RecordedProposer:
-    """The answers of an earlier run, by iteration and attempt: tests, and the same run again without the model."""
+    """The answers of an earlier run, by iteration and attempt: the same run again, without the model."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = path
@@ -70,22 +197,24 @@ class RecordedProposer:
         if record is None:
             raise InputError(
                 f"--answers {self.path}: holds no answer for iteration {request.iteration}, attempt {request.attempt}; "
-                "repeat the run with the settings of the recorded one"
+                "give the settings of the recorded run"
             )
         return Answer(record["answer"], record["tokens_in"], record["tokens_out"], record["seconds"])
+
+
+# With a model ----------------------------------------------------------------------------------------------------
 
 
 class LocalProposer:
     """A model that `llm_policy.models` loads, sampled through its chat template.
 
     Args:
-        answer_prefix: the beginning of the answer, put into the model's mouth: without it the embedded model wrote no
-            single line of parameters. It is part of the answer that is returned and parsed; "" leaves it out.
+        answer_prefix: the beginning of the answer, given to the model. Without it the embedded model wrote no line of
+            parameters. It is part of the answer that is returned and parsed; "" leaves it out.
         is_one_line: a line break ends the answer.
-        space: constrained decoding: at each token the model chooses among those that can still become parameters of
-            this space, so that every answer is one. Needs an `answer_prefix`. Unconstrained, the embedded model
-            miscounts: in 4 answers out of 4 there were not 16 values. None: it writes what it wants, and the parser
-            judges.
+        space: constrained decoding. At each token the model chooses among those that can still become parameters of
+            this space, so that every answer is usable. Needs an `answer_prefix`. Unconstrained, the embedded model
+            miscounts: none of 4 answers had 16 values. With None it writes what it wants, and the parser judges.
     """
 
     def __init__(
@@ -101,31 +230,21 @@ class LocalProposer:
     ) -> None:
         self.model, self.tokenizer, self.seed, self.answer_prefix = model, tokenizer, seed, answer_prefix
         self._prefix = tokenizer.encode(answer_prefix, add_special_tokens=False) if answer_prefix else []
-        ends = model.generation_config.eos_token_id
-        ends = [ends] if isinstance(ends, int) else list(ends or [])
-        # Behind the last token of the prefix: alone, some tokenizers drop a token's leading space.
+        # After the last token of the prefix: alone, some tokenizers drop a token's leading space.
         anchor = self._prefix[-1:]
         before = len(tokenizer.decode(anchor))
         texts = tokenizer.batch_decode([[*anchor, token] for token in range(len(tokenizer))])
         self._pieces = {token: text[before:] for token, text in enumerate(texts)}
         line_breaks = [token for token, piece in self._pieces.items() if "\n" in piece]
-        if is_one_line:
-            ends += line_breaks
         self._line_breaks = [token for token in line_breaks if self._pieces[token] == "\n"]
         self._space = space
         self._of_values = {t: p for t, p in self._pieces.items() if p and not p.strip("0123456789.-, ")}
-        self.generation_config = GenerationConfig(
-            max_new_tokens=max_completion_tokens,
-            do_sample=temperature > 0,
-            temperature=temperature if temperature > 0 else None,
-            top_k=0 if temperature > 0 else None,
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=sorted({*ends, tokenizer.eos_token_id}),
-            disable_compile=True,
+        self.generation_config = sampling_config(
+            model, tokenizer, max_completion_tokens, temperature, line_breaks if is_one_line else ()
         )
 
     def prompt_tokens(self, messages: Messages) -> list[int]:
-        """The whole prompt through the chat template, the beginning of the answer included."""
+        """The whole prompt through the chat template, with the beginning of the answer."""
         return [*prompt_token_ids(fit_to_template(messages, self.tokenizer), self.tokenizer), *self._prefix]
 
     def propose(self, request: Request) -> Answer:
@@ -152,16 +271,16 @@ class LocalProposer:
         if self._space.is_whole(so_far):
             return self._line_breaks
         allowed = [token for token, piece in self._of_values.items() if self._space.can_begin(so_far + piece)]
-        return allowed or list(self._pieces)  # a tokenizer that cannot spell it: the parser has the last word
+        return allowed or list(self._pieces)  # a tokenizer that cannot spell it: then the parser decides
 
 
 class EndpointProposer:
     """A chat model behind an OpenAI-compatible endpoint, through the official client.
 
-    The client itself waits and tries again after status 408, 409, 429 and 5xx and after connection errors: 0.5 s, twice
-    as long each time up to 8 s, or what the server's Retry-After asks for. After `retries` of these the run ends with
-    one line; what was answered is in the log.
-    The key comes from the environment alone; a server at `base_url` may need none.
+    The client itself waits and tries again after status 408, 409, 429 and 5xx and after connection errors: 0.5 s, then
+    twice as long each time up to 8 s, or as long as the server's Retry-After says. After `retries` of these the run
+    ends with one line; the answers so far are in the log.
+    The key comes only from the environment; a server at `base_url` may need none.
     """
 
     def __init__(
@@ -188,7 +307,7 @@ class EndpointProposer:
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise InputError("--base_url: expected a URL such as http://127.0.0.1:8000/v1")
             if parts.username or parts.password or parts.query:  # without the value: this is what must not be logged
-                raise InputError(f"--base_url: holds a user, password or query; the key belongs into {KEY_VARIABLE}")
+                raise InputError(f"--base_url: holds a user, password or query; the key belongs in {KEY_VARIABLE}")
         elif not self._key:
             raise InputError(f"--proposer endpoint: set {KEY_VARIABLE} in the environment, or give --base_url")
         self.model_name, self.max_completion_tokens, self.temperature = model_name, max_completion_tokens, temperature
@@ -212,7 +331,7 @@ class EndpointProposer:
             raise self._input_error(error) from error
         choices = getattr(reply, "choices", None)
         if not isinstance(choices, list) or not choices:
-            raise InputError(f"{self._place}: answers, but with no chat completion; does --base_url end in /v1?")
+            raise InputError(f"{self._where}: answers, but with no chat completion; does --base_url end in /v1?")
         usage = reply.usage
         return Answer(
             choices[0].message.content or "",
@@ -223,28 +342,28 @@ class EndpointProposer:
         )
 
     @property
-    def _place(self) -> str:
+    def _where(self) -> str:
         return f"endpoint {self.base_url or 'of OpenAI'}"
 
     def _input_error(self, error: Exception) -> InputError:
-        """One line for whatever the client raises. The key is never in it, though servers quote it."""
+        """One line for whatever the client raises, without the key, which some servers quote."""
         openai = self._openai
-        kept = "; the history is kept, the same command goes on"
+        kept = "; the history is kept and the same command resumes"
         if isinstance(error, openai.APITimeoutError):
-            return InputError(f"{self._place}: no answer in time after {self.retries} more tries{kept}")
+            return InputError(f"{self._where}: no answer in time after {self.retries} more tries{kept}")
         if isinstance(error, openai.APIConnectionError):
-            return InputError(f"{self._place}: cannot be reached after {self.retries} more tries{kept}")
+            return InputError(f"{self._where}: cannot be reached after {self.retries} more tries{kept}")
         if not isinstance(error, openai.APIStatusError):
-            return InputError(f"{self._place}: {self._redacted(error)}{kept}")
+            return InputError(f"{self._where}: {self._redacted(error)}{kept}")
         status = error.status_code
         if isinstance(error, openai.RateLimitError):
-            return InputError(f"{self._place}: status 429, rate-limited after {self.retries} more tries{kept}")
+            return InputError(f"{self._where}: status 429, rate-limited after {self.retries} more tries{kept}")
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
-            return InputError(f"{self._place}: status {status}, refuses the key; check {KEY_VARIABLE}{kept}")
+            return InputError(f"{self._where}: status {status}, refuses the key; check {KEY_VARIABLE}{kept}")
         if isinstance(error, openai.NotFoundError):
-            return InputError(f"{self._place}: status 404; check --base_url and --model_name {self.model_name}{kept}")
+            return InputError(f"{self._where}: status 404; check --base_url and --model_name {self.model_name}{kept}")
         tries = f" after {self.retries} more tries" if status >= 500 else ""
-        return InputError(f"{self._place}: status {status}{tries} ({self._redacted(error)}){kept}")
+        return InputError(f"{self._where}: status {status}{tries} ({self._redacted(error)}){kept}")
 
     def _redacted(self, error: Exception) -> str:
         text = " ".join(str(error).split())

@@ -1,32 +1,33 @@
-"""ProPS: whoever proposes parameters is the optimiser; the loop rolls them out and tells it the returns.
+"""ProPS: whoever proposes parameters is the optimiser; the loop rolls them out and reports the returns.
 
-Source: arXiv 2511.21928. Departures, each an option whose published form is in configs/props_frozen_lake.yaml:
+Source: arXiv 2511.21928. Departures, each an option. configs/props_frozen_lake.yaml has the published forms.
 
-1. `pool_duplicates`: a policy proposed again is rolled out again and its episodes are pooled, shown as mean +- standard
-   error. Published: every proposal is a line of its own.
-2. `history`: the best few and the latest few instead of all of it, on which small models loop.
+1. `pool_duplicates`: a policy that is proposed again is rolled out again. Its episodes are pooled and shown as mean +-
+   standard error. Published: every proposal has a line of its own.
+2. `history`: the best few and the latest few. Published: all of them; small models then repeat what they read.
 3. `optimum_hint`: none, or the exact one. Published: 1.0, out of reach on the slippery lake.
-4. After an answer that cannot be used the model is told what is wrong, `retries` times. Then the iteration is *failed*:
-   nothing is rolled out, the turn is lost and no episode is counted.
-5. `ask_reason`: the line of reasoning is asked for only where it is true. Behind the numbers it cannot improve them,
-   and a small model spends most of its tokens on it.
+4. `retries`: the model is told what is wrong with an unusable answer, and asked again. An iteration without a usable
+   answer is *failed*: it is lost, and no episode is played or counted.
+5. `ask_reason`: a line of reasoning is asked for only where it is true. It follows the numbers, so it cannot improve
+   them, and a small model spends most of its tokens on it.
 
-Iterations count from 1; the warm-up policies stand before them as iterations 0, -1, ...
+Iterations count from 1. The warm-up policies are iterations 0, -1, ... before them.
 """
 
-import json
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from llm_policy.chat import Messages
+from llm_policy.environments.gym_env import GymEnvironment
+from llm_policy.environments.mdp import optimal_return
 from llm_policy.errors import InputError, check_at_least, check_choices
-from llm_policy.policy_search.parameters import AnswerError, Parameters, PolicySpace, Task, roll_out
+from llm_policy.policy_search.answer_log import AnswerLog
+from llm_policy.policy_search.parameters import AnswerError, Parameters, PolicySpace, SearchProblem
 from llm_policy.policy_search.prompts import HISTORY, corrected_messages, search_messages, tried_text
-from prompts import Messages
 
 OPTIMUM_HINTS = ("none", "exact")
 
@@ -35,26 +36,28 @@ OPTIMUM_HINTS = ("none", "exact")
 class SearchSettings:
     """The search itself, whoever proposes."""
 
-    iterations: int = field(default=40, metadata={"help": "Policies that the proposer is asked for."})
-    episodes: int = field(default=20, metadata={"help": "Episodes that each proposed policy is rolled out for."})
-    warm_up: int = field(default=20, metadata={"help": "Uniformly random policies before the first question."})
-    retries: int = field(default=1, metadata={"help": "Further tries after an answer that cannot be used."})
-    history: str = field(default="best_and_recent", metadata={"help": f"What is shown: {', '.join(HISTORY)}."})
-    history_best: int = field(default=5, metadata={"help": "best_and_recent: so many of the best policies ..."})
-    history_recent: int = field(default=5, metadata={"help": "... and so many of the latest."})
-    pool_duplicates: bool = field(
-        default=True, metadata={"help": "Pool the episodes of repeated policies; show mean +- standard error."}
+    iterations: int = field(default=40, metadata={"help": "Policies that are asked for."})
+    episodes: int = field(default=20, metadata={"help": "Episodes that each proposed policy plays."})
+    warm_up: int = field(default=20, metadata={"help": "Random policies before the first question."})
+    retries: int = field(default=1, metadata={"help": "Further questions after an unusable answer."})
+    history: str = field(
+        default="best_and_recent", metadata={"help": f"Which policies are shown: {' or '.join(HISTORY)}."}
     )
-    optimum_hint: str = field(
-        default="none",
-        metadata={"help": "Best return told to the model: none, exact (toy text) or a number, true or not."},
+    history_best: int = field(default=5, metadata={"help": "best_and_recent: how many of the best."})
+    history_recent: int = field(default=5, metadata={"help": "best_and_recent: how many of the latest."})
+    pool_duplicates: bool = field(
+        default=True, metadata={"help": "Pool the episodes of repeated policies and show mean +- standard error."}
+    )
+    # A YAML file may hold a number; with None among the types, the parser takes text
+    optimum_hint: float | str | None = field(
+        default="none", metadata={"help": "Best return that is told: none, exact (toy text) or a number."}
     )
     describe_environment: bool = field(default=False, metadata={"help": "ProPS+: describe the environment."})
-    ask_reason: bool = field(default=False, metadata={"help": "Ask for a line of reasoning behind the parameters."})
-    seed: int = field(default=0, metadata={"help": "Of warm-up, proposals and episodes."})
+    ask_reason: bool = field(default=False, metadata={"help": "Ask for a line of reasoning after the parameters."})
+    seed: int = field(default=0, metadata={"help": "Of warm-up, proposals, episodes and judgement."})
 
     def __post_init__(self) -> None:
-        self.optimum_hint = str(self.optimum_hint)  # in YAML it may be a number
+        self.optimum_hint = str(self.optimum_hint)
         check_choices(self, {"history": HISTORY})
         if self.optimum_hint not in OPTIMUM_HINTS and not _is_number(self.optimum_hint):
             raise InputError(f"--optimum_hint {self.optimum_hint!r}: expected {', '.join(OPTIMUM_HINTS)} or a number")
@@ -77,8 +80,19 @@ def _is_number(text: str) -> bool:
         return False
 
 
+def told_optimum(environment: GymEnvironment, settings: SearchSettings) -> float | None:
+    """The best return that the model is told; None where it is told nothing."""
+    if settings.optimum_hint == "none":
+        return None
+    if settings.optimum_hint != "exact":
+        return float(settings.optimum_hint or "nan")
+    if environment.mdp is None:
+        raise InputError(f"--optimum_hint exact: {environment.env_id} has no transition table; take none or a number")
+    return float(optimal_return(environment.mdp, environment.horizon_steps))
+
+
 def seed_of(seed: int, purpose: str, iteration: int = 0, attempt: int = 0) -> int:
-    """One seed per random decision: a resumed run, which skips some of them, makes the others as before."""
+    """One seed per random decision. A resumed run skips some of them and makes the others as before."""
     entropy = [seed, zlib.crc32(purpose.encode()), iteration + 2**31, attempt]
     return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
@@ -107,7 +121,7 @@ class Tried:
 
 
 class History:
-    """What was tried, in order. With `pool_duplicates` each policy once, with all its episodes."""
+    """What was tried, in order. With `pool_duplicates` each policy stands once, with all its episodes."""
 
     def __init__(self, pool_duplicates: bool = True) -> None:
         self.pool_duplicates = pool_duplicates
@@ -130,7 +144,7 @@ class History:
 
     @property
     def best(self) -> Tried | None:
-        """The highest mean return; of equal ones the one with more episodes, then the earlier one."""
+        """The policy of the highest mean return. Ties go to more episodes, then to the earlier policy."""
         return max(self.tried, key=lambda tried: (tried.mean, len(tried.returns), -tried.first_iteration), default=None)
 
     @property
@@ -149,93 +163,12 @@ class History:
         )
 
 
-# Log -------------------------------------------------------------------------------------------------------------
-
-
-class AnswerLog:
-    """`answers.jsonl`: a line per answer and a line per rollout, each written before the next thing is done.
-
-    answer: iteration, attempt, prompt (messages), answer (text), error (null or what the parser said), parameters (null
-        or the numbers), tokens_in, tokens_out, seconds.
-    rollout: iteration, parameters, returns (one an episode).
-    A line that a kill left half written is dropped. Without a path nothing is kept.
-    """
-
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
-        self._answers: dict[tuple[int, int], dict] = {}
-        self._rollouts: dict[int, dict] = {}
-        if path is not None and path.exists():
-            for record in read_log(path):
-                self._remember(record)
-            _cut_torn_line(path)
-
-    def answer(self, iteration: int, attempt: int) -> dict | None:
-        return self._answers.get((iteration, attempt))
-
-    def rollout(self, iteration: int) -> dict | None:
-        return self._rollouts.get(iteration)
-
-    @property
-    def answers(self) -> list[dict]:
-        return list(self._answers.values())
-
-    def append(self, record: dict) -> dict:
-        self._remember(record)
-        if self.path is not None:
-            try:
-                with self.path.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
-            except OSError as error:
-                raise InputError(f"{self.path}: cannot be written ({error}); then the same command goes on") from error
-        return record
-
-    def _remember(self, record: dict) -> None:
-        if record["kind"] == "answer":
-            self._answers[record["iteration"], record["attempt"]] = record
-        else:
-            self._rollouts[record["iteration"]] = record
-
-
-_RECORD_KEYS = {
-    "answer": {"iteration", "attempt", "prompt", "answer", "error", "parameters", "tokens_in", "tokens_out", "seconds"},
-    "rollout": {"iteration", "parameters", "returns"},
-}
-
-
-def read_log(path: str | Path) -> list[dict]:
-    """The whole lines of an `answers.jsonl`; `InputError` for a file that is none."""
-    try:
-        lines = Path(path).read_text().split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read ({error}); expected the answers.jsonl of a run") from error
-    records = []
-    for number, line in enumerate(lines[:-1], start=1):  # behind the last line break stands nothing, or half a record
-        try:
-            record = json.loads(line)
-            is_record = _RECORD_KEYS[record["kind"]] <= set(record)
-        except (ValueError, KeyError, TypeError):
-            is_record = False
-        if not is_record:
-            raise InputError(f"{path}: line {number} is no record of an answer or a rollout; expected an answers.jsonl")
-        records.append(record)
-    return records
-
-
-def _cut_torn_line(path: Path) -> None:
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with path.open("r+b") as file:
-            file.truncate(whole)
-
-
 # Search ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a proposer is asked: the prompt for a model, the history for a search without one."""
+    """A question to a proposer: a model reads the messages, a search without a model reads the history."""
 
     messages: Messages
     history: History
@@ -251,7 +184,7 @@ class Answer:
     tokens_in: int = 0
     tokens_out: int = 0
     seconds: float = 0.0
-    is_cut: bool = False  # at the limit of tokens
+    is_cut: bool = False  # by the limit of tokens
 
 
 class Proposer(Protocol):
@@ -265,9 +198,9 @@ class Step:
     Attributes:
         returns: of this iteration's rollout; None for a failed one.
         error: what was wrong with the last answer of a failed one.
-        best: the incumbent afterwards; None while nothing was rolled out.
-        best_mean: its mean return as known then, over the search's own episodes.
-        episodes: rolled out so far, in all.
+        best: the best policy so far; None while nothing was rolled out.
+        best_mean: its mean return so far, over the search's own episodes.
+        episodes: all that were played so far.
     """
 
     iteration: int
@@ -280,7 +213,7 @@ class Step:
 
 
 def search(
-    task: Task,
+    problem: SearchProblem,
     proposer: Proposer,
     settings: SearchSettings,
     *,
@@ -289,12 +222,12 @@ def search(
     log: AnswerLog | None = None,
     on_step: Callable[[Step], Any] = lambda step: None,
 ) -> tuple[History, list[Step]]:
-    """Warm up, then ask, roll out and tell, `settings.iterations` times.
+    """Warm up, then ask, roll out and report, `settings.iterations` times.
 
-    What `log` holds already is taken from it and neither asked nor rolled out again.
+    What `log` holds already is taken from it; it is neither asked nor rolled out again.
 
     Returns:
-        the history and a `Step` per iteration, warm-up included.
+        the history and one `Step` per iteration, warm-up included.
     """
     log = AnswerLog(None) if log is None else log
     history = History(settings.pool_duplicates)
@@ -302,16 +235,16 @@ def search(
     for iteration in range(1 - settings.warm_up, settings.iterations + 1):
         parameters, error = None, None
         if iteration < 1:
-            parameters = task.space.draw(np.random.default_rng(seed_of(settings.seed, "warm-up", iteration)))
+            parameters = problem.space.draw(np.random.default_rng(seed_of(settings.seed, "warm-up", iteration)))
         else:
-            messages = prompt_of(task, history, settings, iteration, optimum, description)
-            parameters, error = _ask(task.space, proposer, settings, messages, history, iteration, log)
+            messages = prompt_of(problem.space, history, settings, iteration, optimum, description)
+            parameters, error = _ask(problem.space, proposer, settings, messages, history, iteration, log)
         returns, is_repeat = None, parameters in history if parameters is not None else False
         if parameters is not None:
             record = log.rollout(iteration)
             if record is None:
                 seed = seed_of(settings.seed, "episodes", iteration)
-                returns = roll_out(task, parameters, settings.episodes, seed)
+                returns = problem.returns(parameters, settings.episodes, seed)
                 values = {"kind": "rollout", "iteration": iteration, "parameters": list(parameters), "returns": returns}
                 record = log.append(values)
             elif record["parameters"] != list(parameters):
@@ -330,7 +263,7 @@ def search(
 
 
 def prompt_of(
-    task: Task,
+    space: PolicySpace,
     history: History,
     settings: SearchSettings,
     iteration: int,
@@ -339,9 +272,9 @@ def prompt_of(
 ) -> Messages:
     """The prompt of one iteration from the history so far."""
     return search_messages(
-        task.space,
+        space,
         [
-            tried_text(task.space, t.parameters, t.mean, t.standard_error if settings.pool_duplicates else None)
+            tried_text(space, t.parameters, t.mean, t.standard_error if settings.pool_duplicates else None)
             for t in history.shown(settings)
         ],
         history=settings.history,
@@ -355,19 +288,19 @@ def prompt_of(
 
 
 def longest_prompt(
-    task: Task, settings: SearchSettings, optimum: float | None, description: str | None, answer: str
+    space: PolicySpace, settings: SearchSettings, optimum: float | None, description: str | None, answer: str
 ) -> Messages:
-    """About the longest prompt that this search can come to, a correction of `answer` included."""
+    """About the longest prompt of this search, with a correction of `answer`."""
     policies = settings.warm_up + settings.iterations
     if settings.history == "best_and_recent":
         policies = min(policies, settings.history_best + settings.history_recent)
     history = History(pool_duplicates=False)
     for i in range(policies):
-        # The best first, so that the best and the latest are not the same ones
-        history.add(i, (task.space.lowest,) * task.space.count, [-1000.0 - i, -1001.1 - i])
-    messages = prompt_of(task, history, settings, settings.iterations, optimum, description)
+        # From the best to the worst, so that the best are not also the latest
+        history.add(i, (space.lowest,) * space.count, [-1000.0 - i, -1001.1 - i])
+    messages = prompt_of(space, history, settings, settings.iterations, optimum, description)
     error = "value 100 is 'x', expected a number"
-    return corrected_messages(messages, answer, error, task.space, settings.ask_reason)
+    return corrected_messages(messages, answer, error, space, settings.ask_reason)
 
 
 def _ask(
@@ -400,7 +333,7 @@ def _ask(
         if record["parameters"] is not None:
             return tuple(record["parameters"]), None
         error = record["error"]
-        # Only the last failure is shown: a growing dialogue of failures would fill the context.
+        # Only the last failure is shown: all of them would fill the context.
         prompt = corrected_messages(messages, record["answer"], str(error), space, settings.ask_reason)
     return None, error
 
@@ -415,6 +348,6 @@ def _read(space: PolicySpace, answer: Answer) -> tuple[Parameters | None, str | 
 
 def _other_run(log: AnswerLog, iteration: int) -> InputError:
     return InputError(
-        f"{log.path}: iteration {iteration} was recorded by another run (other settings or version); "
+        f"{log.path}: iteration {iteration} was recorded by another run (other settings, or another version); "
         "choose another --output_dir, or delete this one"
     )

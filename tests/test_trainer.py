@@ -1,5 +1,6 @@
 import copy
 import gc
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -15,13 +16,15 @@ from tiny_policies import (
     token_ids,
     tokenizer_of,
 )
-from tokenizers import AddedToken
 from trl import GRPOConfig, GRPOTrainer
 
-from llm_policy import grpo, packing, sampling
-from llm_policy.errors import InputError
+from llm_policy import sampling
 from llm_policy.environments.frozen_lake import ACTIONS
-from llm_policy.grpo.trainer import EpochRepeatSampler, MergedCopy, PolicyTrainer, action_token_ids, find_answer
+from llm_policy.errors import InputError
+from llm_policy.grpo import packing
+from llm_policy.grpo import trainer as trainer_module
+from llm_policy.grpo.expected import action_token_ids
+from llm_policy.grpo.trainer import OVERRIDDEN, EpochRepeatSampler, MergedCopy, PolicyTrainer
 
 GROUP = 4
 
@@ -208,7 +211,7 @@ def scored_completions(monkeypatch) -> list[int]:
         counts.append(len(completions))
         return packing.pack_groups(prompts, completions, *arguments, **options)
 
-    monkeypatch.setattr(grpo, "pack_groups", counting)
+    monkeypatch.setattr(trainer_module, "pack_groups", counting)
     return counts
 
 
@@ -327,7 +330,7 @@ def test_the_check_refuses_a_wrong_mask(architecture, damage, dtype, tmp_path, m
 def test_the_check_refuses_numbers_that_are_none(tmp_path, monkeypatch):
     trainer = trainer_of(PolicyTrainer, "llama", tmp_path)
     scores = packing.packed_log_probabilities
-    monkeypatch.setattr(grpo, "packed_log_probabilities", lambda *a: [v * torch.nan for v in scores(*a)])
+    monkeypatch.setattr(trainer_module, "packed_log_probabilities", lambda *a: [v * torch.nan for v in scores(*a)])
     with pytest.raises(InputError, match=r"llama.*--packed false"):
         trainer.check_against_stock(CHECKED_PROMPTS, EXAMPLES)
 
@@ -368,7 +371,7 @@ def test_each_prompt_is_sampled_along_the_guess_of_its_row(tmp_path, monkeypatch
         seen.extend(zip(prompts, guesses, strict=True))
         return sampling.sample_completions(model, prompts, *arguments, guesses=guesses)
 
-    monkeypatch.setattr(grpo, "sample_completions", spying)
+    monkeypatch.setattr(trainer_module, "sample_completions", spying)
     order = [2, 0, 1]
     batch = [trainer.train_dataset[row] for row in order for _ in range(GROUP)]
 
@@ -481,7 +484,7 @@ def expected_trainer(architecture, folder, action_entropy_coef=0.0, **options):
     """A trainer of the expected objective (or of `options["objective"]`), in training mode."""
     objective = options.pop("objective", "expected")
     names_and_rewards = {
-        "action_names": ACTIONS,
+        "actions": ACTIONS,
         "action_rewards": lambda rows: ACTION_REWARDS[[row["row"] for row in rows]],
         "action_entropy_coef": action_entropy_coef,
     }
@@ -490,6 +493,11 @@ def expected_trainer(architecture, folder, action_entropy_coef=0.0, **options):
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1  # train() sets it; most tests ask for one loss alone
     return trainer
+
+
+def names_of(trainer) -> list[tuple[int, ...]]:
+    """The actions' token ids."""
+    return action_token_ids(trainer._tokenizer, ACTIONS)
 
 
 def encoded(trainer, text: str) -> list[int]:
@@ -528,17 +536,15 @@ def gradient(trainer, loss) -> torch.Tensor:
 
 def log_probabilities(trainer, prompt, prefix, temperature=1.0) -> torch.Tensor:
     """Of the four names after `prefix`, by four plain rows; not normalised."""
-    scores = [
-        plain_scores(trainer.model, prompt, [*prefix, *name], temperature)[0] for name in trainer.action_token_ids
-    ]
+    scores = [plain_scores(trainer.model, prompt, [*prefix, *name], temperature)[0] for name in names_of(trainer)]
     return torch.stack([score[len(prefix) :].sum() for score in scores])
 
 
 def teach_names(trainer) -> None:
     """Make the adapter spell the names: untaught, one of two tokens is a million times likelier than one of five."""
     prompt, prefix = prompts_of(trainer)[0], encoded(trainer, f"{THOUGHT}<answer>")[:-1]
-    start, length = len(prompt) + len(prefix), max(map(len, trainer.action_token_ids))
-    ids = torch.tensor([[*prompt, *prefix, *name, *[0] * (length - len(name))] for name in trainer.action_token_ids])
+    start, length = len(prompt) + len(prefix), max(map(len, names_of(trainer)))
+    ids = torch.tensor([[*prompt, *prefix, *name, *[0] * (length - len(name))] for name in names_of(trainer)])
     labels = ids.masked_fill(ids == 0, -100)
     labels[:, :start] = -100
     optimizer = torch.optim.Adam([p for p in trainer.model.parameters() if p.requires_grad], lr=0.02)
@@ -565,7 +571,7 @@ def test_expected_gradient_equals_the_enumerated_one(architecture, split_actions
     trainer = expected_trainer(
         architecture, tmp_path, entropy_coef, split_actions=split_actions, loss_type="grpo", temperature=0.8
     )
-    assert {len(name) > 1 for name in trainer.action_token_ids} == {split_actions}
+    assert {len(name) > 1 for name in names_of(trainer)} == {split_actions}
     teach_names(trainer)
     rows = [row for row, *_ in REPLIES]
     completions = [encoded(trainer, text) for _, text, *_ in REPLIES]
@@ -588,7 +594,7 @@ def test_expected_gradient_equals_the_enumerated_one(architecture, split_actions
             expected = expected + earned + entropy_coef * entropy
             metrics_N3.append([earned.item(), entropy.item(), log_p_A.exp().sum().item()])
             action = ACTIONS.index(text.partition("<answer>")[2].removesuffix("</answer>"))
-            weight_T[len(prefix) : len(prefix) + len(trainer.action_token_ids[action])] = 0.0
+            weight_T[len(prefix) : len(prefix) + len(names_of(trainer)[action])] = 0.0
         scores_T, _ = plain_scores(trainer.model, prompt, completion, 0.8)
         expected = expected + (weight_T * scores_T).mean()
     assert_same_gradient(gradient(trainer, loss), gradient(trainer, -expected / len(REPLIES)))
@@ -636,7 +642,6 @@ def test_expected_gradient_is_the_mean_of_grpos_over_all_answers(split_actions, 
         trainer = expected_trainer(
             "llama", tmp_path, objective=objective, split_actions=split_actions, loss_type="luspo"
         )
-        trainer.action_token_ids = action_token_ids(trainer._tokenizer, ACTIONS)
         teach_names(trainer)
         prefix = encoded(trainer, f"{THOUGHT}<answer>")[:-1]
         with torch.no_grad():
@@ -663,10 +668,10 @@ def test_sampled_groups_approach_the_expected_gradient(tmp_path):
     assert 0.05 < 1 - p_A.sum() < 0.95
     # The gradient of a sampled answer's loss for advantage 1, from TRL's loss (nothing stands after the name). The
     # thought's own part is in all of them. What is no name has the rest: sum p grad log p = 0 over all outcomes.
-    trainer.objective = "grpo"
+    trainer.expected = None
     thought_D, *names_D = (
         gradient(trainer, trainer._compute_loss(trainer.model, batch_of(trainer, [0], [[*prefix, *name]], [1.0])))
-        for name in [(), *trainer.action_token_ids]
+        for name in [(), *names_of(trainer)]
     )
     names_AD = torch.stack(names_D)
     other_D = thought_D - (p_A[:, None] * (names_AD - thought_D)).sum(0) / (1 - p_A.sum())
@@ -763,57 +768,21 @@ def test_an_impossible_objective_is_refused_with_its_flag(options, tmp_path):
         trainer_of(PolicyTrainer, "llama", tmp_path, trainer_options={"objective": "expected"} | options)
 
 
-# Where the answer stands -----------------------------------------------------------------------------------------
-
-# (completion, the name at whose first token the answer stands, or None)
-ANSWERS = {
-    "in form": ("<think>go</think><answer>DOWN</answer>", "DOWN"),
-    "action in the thought": ("<think>RIGHT, not UP. Or UP?</think><answer>UP</answer>", "UP"),
-    "same action in the thought, twice": ("<think>LEFT LEFT</think><answer>LEFT</answer>", "LEFT"),
-    "no thought": ("<answer>RIGHT</answer>", "RIGHT"),
-    "text behind the answer": ("<answer>RIGHT</answer> because LEFT is a hole", "RIGHT"),
-    # read by the reward, in other tokens than the usual ones
-    "lower case": ("<think>go</think><answer>down</answer>", None),
-    "spaces": ("<think>go</think><answer> UP </answer>", None),
-    "new line": ("<think>go</think><answer>\nUP\n</answer>", None),
-    "no answer": ("<think>LEFT</think>", None),
-    "empty answer": ("<think>LEFT</think><answer></answer>", None),
-    "two names": ("<think>go</think><answer>LEFT or UP</answer>", None),
-    "two answers": ("<answer>LEFT</answer><answer>UP</answer>", None),
-    "cut": ("<think>go</think><answer>DOWN", None),
-    "empty": ("", None),
-}
+# TRL -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("split_actions", [False, True])
-@pytest.mark.parametrize("case", ANSWERS)
-def test_find_answer(case, split_actions):
-    text, name = ANSWERS[case]
-    tokenizer = tokenizer_of("llama", split_actions)
-    names = action_token_ids(tokenizer, ACTIONS)
-    ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-    found = find_answer(tokenizer, ids, names)
-    if name is None:
-        assert found is None
-    else:
-        assert tokenizer.decode(ids[: found.start]) == text[: text.index("<answer>") + len("<answer>")]
-        assert tuple(ids[found.start : found.stop]) == names[ACTIONS.index(name)]
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_trl_has_the_private_methods_that_are_overridden_with_their_parameters(name):
+    """A new version that renames one, or changes its parameters, must fail here and not in a run."""
+    parameters = list(inspect.signature(getattr(GRPOTrainer, name)).parameters)
+    assert parameters[0] == "self"
+    assert " ".join(parameters[1:]).startswith(OVERRIDDEN[name])
+    assert name in vars(PolicyTrainer), "listed and not overridden"
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
-@pytest.mark.parametrize("split_actions", [False, True])
-def test_action_tokens_spell_the_names(architecture, split_actions):
-    tokenizer = tokenizer_of(architecture, split_actions)
-    token_ids = action_token_ids(tokenizer, ACTIONS)
-    assert [tokenizer.decode(ids) for ids in token_ids] == list(ACTIONS)
-    assert {len(ids) > 1 for ids in token_ids} == {split_actions}
-
-
-def test_tokens_that_run_over_the_answer_tag_are_refused():
-    tokenizer = copy.deepcopy(tokenizer_of("llama"))
-    tokenizer.add_tokens([AddedToken(">DOWN<", normalized=False)])
-    with pytest.raises(InputError, match=r"'DOWN'.*--objective grpo"):
-        action_token_ids(tokenizer, ACTIONS)
+def test_every_overridden_private_method_is_listed():
+    own = {name for name in vars(PolicyTrainer) if name.startswith("_") and not name.startswith("__")}
+    assert {name for name in own if hasattr(GRPOTrainer, name)} - {"_abc_impl"} == set(OVERRIDDEN)
 
 
 # Order of the rows -----------------------------------------------------------------------------------------------

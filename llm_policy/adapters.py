@@ -1,0 +1,114 @@
+"""The life of a LoRA adapter: fresh on its model, merged into the weights, joined with others, checked before it is.
+
+What a run saves is one adapter on the plain base model, however many adapters were trained on top of each other on the
+way to it. So only adapters that can be joined are trained: plain LoRA on linear layers.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from transformers import PreTrainedModel
+from trl import ModelConfig, get_peft_config, get_quantization_config
+
+from llm_policy.errors import InputError
+from llm_policy.models import load_model
+
+# Options that make an adapter which is no sum of matrix products: PEFT's LoraConfig -> TRL's ModelConfig (None: TRL has
+# no such option).
+UNJOINABLE = {
+    "use_dora": "use_dora",
+    "modules_to_save": "lora_modules_to_save",
+    "target_parameters": "lora_target_parameters",
+    "layers_to_transform": None,
+}
+
+
+def check_adapter_options(model_config: ModelConfig) -> None:
+    """`InputError` for options whose adapter could not be joined with another one in the end."""
+    if not model_config.use_peft:
+        raise InputError("--use_peft false: what is trained and saved here is a LoRA adapter; set use_peft to true")
+    for option in filter(None, UNJOINABLE.values()):
+        if value := getattr(model_config, option):
+            raise InputError(
+                f"--{option} {value}: warm start and GRPO are joined into one adapter in the end, which "
+                "only plain LoRA on linear layers can be; leave it out"
+            )
+
+
+def model_to_train(
+    model_config: ModelConfig, device: torch.device
+) -> tuple[PreTrainedModel, LoraConfig, list[Path]]:
+    """The model, the LoRA to train on it, and the adapter folders that are merged into the model.
+
+    There is one such folder where `--model_name_or_path` is an adapter, else none. `InputError` where the model has no
+    layers of the LoRA's names, or its adapter cannot be trained further.
+    """
+    quantization = get_quantization_config(model_config)
+    model = load_model(
+        model_config.model_name_or_path,
+        quantization_config=quantization,
+        device_map={"": device.index or 0} if quantization is not None and device.type == "cuda" else None,
+        revision=model_config.model_revision,
+        **loading_options(model_config),
+    )
+    folders, revision = [], model_config.model_revision
+    if isinstance(model, PeftModel):
+        revision = model.peft_config["default"].revision or "main"
+        folders = [Path(model_config.model_name_or_path).expanduser()]
+        check_joinable(folders[0], model.peft_config["default"])
+        model = model.merge_and_unload()
+    if quantization is None:
+        model.to(device)
+    lora = get_peft_config(model_config)
+    lora.revision = None if revision == "main" else revision  # saved with the adapter, for whoever loads its base
+    try:
+        model = get_peft_model(model, lora).unload()  # a mistake in the names shows before anything is written
+    except ValueError as error:
+        raise InputError(f"--lora_target_modules {model_config.lora_target_modules}: {error}") from error
+    return model, lora, folders
+
+
+def loading_options(model_config: ModelConfig) -> dict:
+    """How the model's weights are loaded, the same for training and for the judgement of what was saved."""
+    return {"dtype": model_config.dtype or "bfloat16", "attn_implementation": model_config.attn_implementation}
+
+
+def fresh(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
+    """`model` with a new adapter that changes nothing yet."""
+    return get_peft_model(model, lora)
+
+
+def merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """`model` with the adapter in `folder` merged into its weights."""
+    return PeftModel.from_pretrained(model, folder).merge_and_unload()
+
+
+def check_joinable(folder: Path, config: PeftConfig) -> None:
+    """`InputError` for an adapter that `joined` could not put together with another one."""
+    odd = [name for name in UNJOINABLE if getattr(config, name, None)]
+    if not isinstance(config, LoraConfig) or odd or isinstance(config.target_modules, str):
+        kind = odd[0] if odd else "target_modules as a pattern" if isinstance(config, LoraConfig) else config.peft_type
+        raise InputError(
+            f"{folder}: an adapter with {kind} cannot be trained further here, because it is joined with the new one in "
+            "the end; merge it into its model (PEFT's merge_and_unload) and start from that"
+        )
+
+
+def joined(base_model: PreTrainedModel, folders: Sequence[Path]) -> PeftModel:
+    """One LoRA adapter that does what those in `folders` do together: B A = [B1 B2 ...] [A1; A2; ...].
+
+    Its rank is the sum of their ranks. What GRPO learnt stands on the warm start; joined, one adapter on the plain base
+    model is all that a user of the policy has to load.
+    """
+    names = [f"part{i}" for i in range(len(folders))]
+    model = PeftModel.from_pretrained(base_model, folders[0], adapter_name=names[0])
+    for name, folder in zip(names[1:], folders[1:], strict=True):
+        model.load_adapter(folder, name)
+    model.peft_config[names[0]].use_rslora = False  # its scaling is in the factors by now, and must not come twice
+    model.add_weighted_adapter(names, [1.0] * len(names), "default", combination_type="cat")
+    model.set_adapter("default")
+    for name in names:
+        model.delete_adapter(name)
+    return model.eval()

@@ -1,0 +1,134 @@
+"""Chat messages -> token ids -> completions: how a model is asked, the same in training, evaluation and search."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from llm_policy.errors import InputError
+from llm_policy.sampling import sample_completions
+
+Messages = list[dict[str, str]]
+
+
+def accepts_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template takes a system turn. Gemma's refuses it by raising inside the template."""
+    if tokenizer.chat_template is None:
+        raise InputError(
+            f"{tokenizer.name_or_path}: its tokenizer has no chat template; "
+            "take an instruction-tuned model (a name that ends in -it, -Instruct or -chat)"
+        )
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    try:
+        tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception:  # jinja2 raises TemplateError here, and templates may raise others, in words of their own
+        tokenizer.apply_chat_template(turns[1:], tokenize=False)  # a template that refuses this, too, is broken
+        return False
+    return True
+
+
+def fit_to_template(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> Messages:
+    """`messages` as the chat template takes them: where it refuses a system turn, its text opens the user's turn."""
+    if messages[0]["role"] != "system" or accepts_system_role(tokenizer):
+        return messages
+    system, user, *rest = messages
+    return [{"role": "user", "content": f"{system['content']}\n\n{user['content']}"}, *rest]
+
+
+def prompt_token_ids(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a prompt through the chat template, up to where the model's reply begins; BOS exactly once.
+
+    The same call as TRL makes for conversational prompts, so that warm start, evaluation and training agree.
+    """
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
+        "input_ids"
+    ]
+
+
+def check_prompt(
+    token_ids: list[int], tokenizer: PreTrainedTokenizerBase, context_tokens: int, max_completion_tokens: int
+) -> None:
+    """Raise `InputError` for a prompt that the model would see cut, or with a BOS token too many."""
+    if len(token_ids) + max_completion_tokens > context_tokens:
+        raise InputError(
+            f"prompt of {len(token_ids)} tokens + --max_completion_length {max_completion_tokens} exceed the model's "
+            f"context of {context_tokens} tokens: use a smaller map, a shorter completion or another model"
+        )
+    if tokenizer.bos_token_id is not None and token_ids[:2] == [tokenizer.bos_token_id] * 2:
+        raise InputError(
+            f"{tokenizer.name_or_path}: the chat template writes {tokenizer.bos_token!r} (BOS) twice; take one of the "
+            "two out of chat_template in its tokenizer files"
+        )
+
+
+# Asking a model ------------------------------------------------------------------------------------------------
+
+
+def sampling_config(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    max_completion_tokens: int,
+    temperature: float = 1.0,
+    further_ends: Sequence[int] = (),
+) -> GenerationConfig:
+    """How completions are drawn: at `temperature` from all tokens, or greedily where it is 0.
+
+    A completion ends at the tokenizer's end token, at those that the model names (Gemma: the end of a turn), and at
+    `further_ends`.
+    """
+    ends = model.generation_config.eos_token_id
+    ends = [ends] if isinstance(ends, int) else list(ends or [])
+    return GenerationConfig(
+        max_new_tokens=max_completion_tokens,
+        do_sample=temperature > 0,
+        temperature=temperature if temperature > 0 else None,
+        top_k=0 if temperature > 0 else None,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=sorted({*ends, *further_ends, tokenizer.eos_token_id}),
+        disable_compile=True,
+    )
+
+
+def reply_token_ids(reply: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Token ids of a whole reply, its end token included."""
+    return [*tokenizer.encode(reply, add_special_tokens=False), tokenizer.eos_token_id]
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Asks a model: chat messages in, the texts of its completions out.
+
+    Attributes:
+        max_completion_tokens: a completion is cut there.
+        rows_per_batch: completions that are decoded at the same time, a bound on memory.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    max_completion_tokens: int = 64
+    rows_per_batch: int = 256
+
+    def prompt(self, messages: Messages) -> list[int]:
+        """Token ids of a prompt, up to where the reply begins."""
+        return prompt_token_ids(fit_to_template(messages, self.tokenizer), self.tokenizer)
+
+    def completions(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Messages],
+        samples: int = 0,
+        guesses: Sequence[str] | None = None,
+    ) -> list[str]:
+        """Texts of `samples` completions of each prompt at temperature 1, or of the greedy one where `samples` is 0.
+
+        Args:
+            guesses: a likely reply to each prompt. Right or wrong, it changes the time and not the samples.
+        """
+        token_ids = sample_completions(
+            model,
+            [self.prompt(messages) for messages in prompts],
+            sampling_config(model, self.tokenizer, self.max_completion_tokens, temperature=float(samples > 0)),
+            max(samples, 1),
+            self.rows_per_batch,
+            guesses=guesses and [reply_token_ids(guess, self.tokenizer) for guess in guesses],
+        )
+        return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)

@@ -1,0 +1,117 @@
+"""A Gymnasium environment by its name, and the rollout that everything here shares.
+
+Judges, the expert's episodes, policy search and policy gradients all play through `steps`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import gymnasium
+from gymnasium.spaces import Discrete
+from gymnasium.wrappers import TimeLimit
+
+from llm_policy.environments.mdp import MDP, mdp_from_env
+from llm_policy.errors import InputError
+
+Actor = Callable[[Any], Any]
+"""Any policy: observation -> action, as the environment has them."""
+
+DEFAULT_HORIZON_STEPS = 100
+"""Where the environment has no limit: in CliffWalking the published -100 is a hundred steps of -1."""
+
+
+@dataclass(frozen=True)
+class GymEnvironment:
+    """An environment with a step limit.
+
+    Attributes:
+        env_id: with its version, also where the user left it out.
+        mdp: the environment as arrays where it has a transition table (toy text): policies can then be judged exactly.
+        options: what was given to `gymnasium.make` beside the id.
+    """
+
+    env_id: str
+    env: gymnasium.Env
+    horizon_steps: int
+    mdp: MDP | None
+    options: Mapping[str, Any]
+
+
+def make_gym_environment(
+    env_id: str, options: Mapping[str, Any] | None = None, horizon_steps: int | None = None
+) -> GymEnvironment:
+    """Make the environment.
+
+    Args:
+        horizon_steps: step limit; None takes the environment's own, or `DEFAULT_HORIZON_STEPS` where it has none.
+
+    `InputError` for an unknown environment, a missing package or an option that it does not take.
+    """
+    options = dict(options or {})
+    try:
+        env = gymnasium.make(env_id, max_episode_steps=horizon_steps, disable_env_checker=True, **options)
+    except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
+        remedy = "pip install -r requirements-mujoco.txt" if "mujoco" in str(error).lower() else "install it"
+        raise InputError(f"--env_id {env_id}: a package is missing ({_one_line(error)}); {remedy}") from error
+    except gymnasium.error.Error as error:
+        raise InputError(f"--env_id {env_id}: {_one_line(error)}") from error
+    except (TypeError, ValueError, KeyError, AssertionError) as error:
+        raise InputError(f"--env_id {env_id} with --env_options {options}: {_one_line(error)}") from error
+    spec = env.spec
+    assert spec is not None, "gymnasium.make always leaves one"
+    horizon_steps = spec.max_episode_steps
+    if horizon_steps is None:
+        horizon_steps = DEFAULT_HORIZON_STEPS
+        env = TimeLimit(env, horizon_steps)
+    is_discrete = isinstance(env.observation_space, Discrete) and isinstance(env.action_space, Discrete)
+    mdp = mdp_from_env(env) if is_discrete and hasattr(env.unwrapped, "P") else None
+    return GymEnvironment(spec.id, env, horizon_steps, mdp, options)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+# Rollout -------------------------------------------------------------------------------------------------------
+
+
+class Transition(NamedTuple):
+    """One step of an episode.
+
+    Attributes:
+        episode: counted from 0.
+        terminated: the environment ended the episode; nothing more can be earned from `next_observation`.
+        truncated: the step limit cut it; a learner may bootstrap from `next_observation`.
+    """
+
+    episode: int
+    observation: Any
+    action: Any
+    reward: float
+    next_observation: Any
+    terminated: bool
+    truncated: bool
+
+
+def steps(env: gymnasium.Env, actor: Actor, episodes: int, seed: int) -> Iterator[Transition]:
+    """Every step of `episodes` episodes, each up to its end or the step limit. The same seed gives the same steps."""
+    for episode in range(episodes):
+        # The seed is given once: each reset with a seed would repeat the same episode.
+        observation, _ = env.reset(seed=seed if episode == 0 else None)
+        has_ended = False
+        while not has_ended:
+            action = actor(observation)
+            next_observation, reward, terminated, truncated, _ = env.step(action)
+            yield Transition(
+                episode, observation, action, float(reward), next_observation, bool(terminated), bool(truncated)
+            )
+            observation, has_ended = next_observation, terminated or truncated
+
+
+def returns(env: gymnasium.Env, actor: Actor, episodes: int, seed: int) -> list[float]:
+    """The undiscounted return of each episode of `steps`."""
+    totals = [0.0] * episodes
+    for step in steps(env, actor, episodes, seed):
+        totals[step.episode] += step.reward
+    return totals

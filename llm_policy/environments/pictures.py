@@ -1,0 +1,169 @@
+"""Pictures of policies: every action in the cell in which it is chosen. The caller saves the figure."""
+
+import re
+from collections.abc import Sequence
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
+from matplotlib.textpath import text_to_path
+
+from llm_policy.environments.table_environment import Drawing, TableEnvironment
+
+Panel = tuple[str, TableEnvironment, np.ndarray, np.ndarray]
+
+CELL_COLOURS = {"S": "#d7e8f7", "F": "#eef5fb", ".": "#eef5fb", "H": "#2d3a4a", "C": "#2d3a4a", "G": "#f5c542"}
+DARK_CELLS = "HC"
+LETTER_COLOUR, WALL_COLOUR = "#56708a", "#2d3a4a"
+OPTIMAL_COLOUR, OTHER_COLOUR = "#1a8a4a", "#c0392b"
+LEAST_PROBABILITY = 0.02  # what is drawn; less would be a dot
+
+TITLE_POINTS = 9
+LINE_INCHES = 0.17
+LEGEND_INCHES = 0.36
+MARGIN_INCHES = 0.06
+NARROWEST_INCHES = 4.0  # what the legend needs
+
+
+def policy_figure(panels: Sequence[Panel]) -> Figure:
+    """One policy per panel: longer arrows are more probable actions, green ones optimal.
+
+    An action without a direction is its initial, larger where it is more probable. Panels stand side by side, wide
+    ones and those of several drawings one below the other.
+
+    Args:
+        panels: title, environment, `policy_SA` and `optimal_SA` (bool, actions that are optimal) of each.
+    """
+    drawings = [environment.drawings() for _, environment, _, _ in panels]
+    has_many = max(map(len, drawings)) > 1
+    side = 1.8 if has_many else 3.0  # inches
+    panel_width = max(sum(_width(drawing, side) for drawing in row) for row in drawings)
+    is_stacked = has_many or panel_width > 1.5 * side
+    rows, columns = (len(panels), 1) if is_stacked else (1, len(panels))
+    panel_width = max(panel_width, NARROWEST_INCHES / columns)
+
+    # Drawn in pixels a line is some percent wider than its outline.
+    titles = [_wrapped(title, 0.95 * panel_width - 2 * MARGIN_INCHES) for title, *_ in panels]
+    title_lines = max(2, *(title.count("\n") + 1 for title in titles)) + has_many
+    panel_height = side + LINE_INCHES * title_lines
+    figure = Figure(figsize=(columns * panel_width, round(rows * panel_height + LEGEND_INCHES, 2)))
+    for number, (title, panel, row) in enumerate(zip(titles, panels, drawings, strict=True)):
+        place, panels_below = (0, rows - 1 - number) if is_stacked else (number, 0)
+        middle = (place + 0.5) * panel_width
+        bottom = LEGEND_INCHES + panels_below * panel_height
+        left = middle - sum(_width(drawing, side) for drawing in row) / 2
+        for drawing in row:
+            axes = _add_axes(figure, left, bottom, _width(drawing, side), side)
+            _draw(axes, drawing, panel, cell_points=72 * side / len(drawing.cells))
+            _add_title(figure, drawing.title, left + _width(drawing, side) / 2, bottom + side, TITLE_POINTS - 1)
+            left += _width(drawing, side)
+        _add_title(figure, title, middle, bottom + side + LINE_INCHES * has_many, TITLE_POINTS)
+    _add_legend(figure, [environment for _, environment, _, _ in panels])
+    return figure
+
+
+def _width(drawing: Drawing, side: float) -> float:
+    return side * max(1.0, len(drawing.cells[0]) / len(drawing.cells))
+
+
+def _wrapped(title: str, inches: float) -> str:
+    """`title` with line breaks after spaces and slashes, or anywhere in longer words: no line wider than `inches`."""
+    lines = []
+    for line in title.splitlines():
+        words = re.split(r"(?<=[ /])", line)
+        current = ""
+        for piece in (piece for word in words for piece in ([word] if _inches(word) <= inches else word)):
+            if current and _inches(current + piece.rstrip()) > inches:
+                lines.append(current.rstrip())
+                current = ""
+            current += piece
+        lines.append(current.rstrip())
+    return "\n".join(lines)
+
+
+def _inches(text: str) -> float:
+    points, _, _ = text_to_path.get_text_width_height_descent(text, FontProperties(size=TITLE_POINTS), ismath=False)
+    return points / 72
+
+
+def _add_axes(figure: Figure, left: float, bottom: float, width: float, height: float) -> Axes:
+    """Axes in a box given in inches, with a margin around them."""
+    whole_width, whole_height = figure.get_size_inches()
+    inner = left + MARGIN_INCHES, bottom + MARGIN_INCHES, width - 2 * MARGIN_INCHES, height - 2 * MARGIN_INCHES
+    return figure.add_axes(tuple(np.array(inner) / (whole_width, whole_height, whole_width, whole_height)))
+
+
+def _add_title(figure: Figure, title: str, x: float, y: float, points: int) -> None:
+    """`title` above the axes whose box ends at (x, y), in inches. A dollar sign does not begin a formula."""
+    width, height = figure.get_size_inches()
+    left, bottom = x / width, (y - MARGIN_INCHES / 2) / height
+    figure.text(left, bottom, title, fontsize=points, ha="center", va="bottom", parse_math=False)
+
+
+def _draw(axes: Axes, drawing: Drawing, panel: Panel, cell_points: float) -> None:
+    _, environment, policy_SA, optimal_SA = panel
+    rows, columns = len(drawing.cells), len(drawing.cells[0])
+    axes.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal", xticks=[], yticks=[])
+    for row, letters in enumerate(drawing.cells):
+        for column, letter in enumerate(letters):
+            axes.add_patch(Rectangle((column, row), 1, 1, facecolor=CELL_COLOURS[letter], edgecolor="white"))
+            label = drawing.labels.get((row, column), letter.strip("."))
+            colour = "white" if letter in DARK_CELLS else LETTER_COLOUR
+            axes.text(column + 0.08, row + 0.24, label, fontsize=min(8, 0.24 * cell_points), color=colour)
+    for row, column in drawing.walls:
+        axes.plot([column + 1, column + 1], [row, row + 1], color=WALL_COLOUR, linewidth=2.5, solid_capstyle="butt")
+    without_arrow = _actions_without_arrow(environment)
+    for (row, column), state in drawing.state_of.items():
+        for action in np.flatnonzero(policy_SA[state] >= LEAST_PROBABILITY).tolist():
+            probability = float(policy_SA[state, action])
+            colour = OPTIMAL_COLOUR if optimal_SA[state, action] else OTHER_COLOUR
+            if action in environment.arrows:
+                _add_arrow(axes, column + 0.5, row + 0.5, environment.arrows[action], probability, colour)
+            else:
+                # Several letters stand beside each other, a certain one in the middle.
+                aside = without_arrow.index(action) - (len(without_arrow) - 1) / 2
+                x = column + 0.5 + 0.5 * aside * (1 - probability)
+                points = cell_points * (0.2 + 0.3 * probability)
+                _add_letter(axes, x, row + 0.58, environment.actions[action][0], points, colour)
+
+
+def _actions_without_arrow(environment: TableEnvironment) -> list[int]:
+    return [action for action in range(len(environment.actions)) if action not in environment.arrows]
+
+
+def _add_arrow(axes: Axes, x: float, y: float, direction: tuple[int, int], probability: float, colour: str) -> None:
+    length = 0.38 * probability
+    axes.arrow(
+        x, y, direction[0] * length, direction[1] * length, color=colour, width=0.03,
+        head_width=0.13, head_length=min(0.1, length), length_includes_head=True,
+    )  # fmt: skip
+
+
+def _add_letter(axes: Axes, x: float, y: float, letter: str, points: float, colour: str) -> None:
+    axes.text(x, y, letter, fontsize=points, weight="bold", color=colour, ha="center", va="center_baseline")
+
+
+def _add_legend(figure: Figure, environments: Sequence[TableEnvironment]) -> None:
+    letters = dict.fromkeys(e.actions[action] for e in environments for action in _actions_without_arrow(e))
+    entries = {
+        "optimal action": OPTIMAL_COLOUR,
+        "not optimal": OTHER_COLOUR,
+        "length or size: probability" if letters else "length: probability": LETTER_COLOUR,
+    }
+    handles = [
+        Line2D([], [], color=colour, linewidth=2.5, marker=">", markevery=[1], label=label)
+        for label, colour in entries.items()
+    ]
+    for name in letters:
+        marker = rf"$\mathbf{{{name[0]}}}$"
+        handles.append(Line2D([], [], color=LETTER_COLOUR, linestyle="", marker=marker, label=name))
+    figure.legend(
+        handles=handles, loc="lower center", ncols=len(handles), frameon=False, fontsize=8, columnspacing=1.2
+    )  # fmt: skip

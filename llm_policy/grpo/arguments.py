@@ -1,0 +1,156 @@
+"""Options of a training run beside TRL's, and the rules that TRL does not check or leaves to a crash in step 1."""
+
+from dataclasses import dataclass, field
+
+from trl import GRPOConfig, ModelConfig
+from trl.import_utils import is_vllm_available
+
+from llm_policy.adapters import check_adapter_options
+from llm_policy.errors import InputError, check_at_least, check_choices
+from llm_policy.grpo.diagnostics import STOP_CONDITIONS
+from llm_policy.grpo.trainer import OBJECTIVES, check_objective
+
+WARM_STARTS = ("auto", "always", "never")
+CHECKS = ("stop", "warn", "only")
+ATTENTION = (None, "eager", "sdpa")
+# TRL checks these late or not at all, and has no list of them: its help texts name them (tests/test_arguments.py).
+TRL_CHOICES = {
+    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
+    "scale_rewards": ("group", "batch", "none"),
+    "importance_sampling_level": ("token", "sequence"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+}
+REFUSED = {
+    "trust_remote_code": "is not passed on to the model here; leave it out",
+    "model_init_kwargs": "is not passed on to the model here; leave it out",
+    "cache_implementation": "is not passed on to the model here; leave it out",
+    "enable_jit_checkpoint": "would take the signals; SIGTERM writes a checkpoint here anyway",
+    "save_only_model": "leaves nothing to resume from; leave it out",
+    "push_to_hub": "would upload GRPO's part of the adapter only; upload the run's folder in the end (hf upload)",
+    "hub_token": "would stand in the run's files; set HF_TOKEN, or run `hf auth login`",
+}
+# What may differ when the result of a finished run is asked for again, and when a run is resumed
+SHOWN_OTHERWISE = (
+    "output_dir", "resume_from_checkpoint", "report_to", "check", "logging_steps", "log_completions", "disable_tqdm",
+    "save_strategy", "save_steps", "save_total_limit",
+)  # fmt: skip
+LENGTH = ("max_steps", "num_train_epochs", "evaluate_steps", "stop_when", "samples_per_state", "episodes")
+
+
+@dataclass
+class ScriptArguments:
+    """What neither TRL nor the task covers: the task's name, the objective, the warm start, the evaluations."""
+
+    task: str = field(default="frozen_lake", metadata={"help": "What is trained: a name in tasks/__init__.py."})
+    objective: str = field(
+        default="grpo", metadata={"help": f"{' or '.join(OBJECTIVES)}: see llm_policy/grpo/expected.py."}
+    )
+    action_entropy_coef: float = field(
+        default=0.0, metadata={"help": "Objective `expected`: weight of the action distribution's entropy (nats)."}
+    )
+    packed: bool = field(default=True, metadata={"help": "One row per prompt and group; false: TRL's own path."})
+    merged_sampling: bool = field(
+        default=True,
+        metadata={"help": "Decode with the adapter merged into a copy of the weights; false: slower, no copy."},
+    )
+    warm_start: str = field(
+        default="auto", metadata={"help": "Teach the form of an answer first: auto (where needed), always, never."}
+    )
+    warm_start_steps: int = field(default=60, metadata={"help": "At most so many steps of it."})
+    warm_start_prompts: int = field(default=11, metadata={"help": "Prompts per step, each with all its replies."})
+    warm_start_learning_rate: float = field(default=1e-3, metadata={"help": "Its learning rate (AdamW, constant)."})
+    warm_start_threshold: float = field(
+        default=0.9, metadata={"help": "Share of well-formed sampled completions that makes it unnecessary or ends it."}
+    )
+    evaluate_steps: int = field(
+        default=10, metadata={"help": "Judge the greedy policy every so many steps; 0: at the end only."}
+    )
+    check: str = field(
+        default="stop",
+        metadata={
+            "help": "Data and prompts before the first step. stop: an error ends the run; warn: say it and continue; "
+            "only: say it and end."
+        },
+    )
+    samples_per_state: int = field(
+        default=8, metadata={"help": "Completions per prompt for the sampled policy in the last table."}
+    )
+    stop_when: str = field(default="never", metadata={"help": f"End early: {', '.join(STOP_CONDITIONS)}."})
+
+    def __post_init__(self) -> None:
+        choices = {"warm_start": WARM_STARTS, "stop_when": STOP_CONDITIONS, "check": CHECKS}
+        check_choices(self, choices)
+        if self.stop_when in ("optimal", "either") and self.evaluate_steps == 0:
+            raise InputError(f"--stop_when {self.stop_when}: needs --evaluate_steps of at least 1 to see the optimum")
+        if not 0 < self.warm_start_threshold <= 1:
+            raise InputError(f"--warm_start_threshold {self.warm_start_threshold:g}: expected a share, above 0 up to 1")
+        if not self.warm_start_learning_rate > 0:
+            raise InputError(f"--warm_start_learning_rate {self.warm_start_learning_rate:g}: expected a number above 0")
+        least = {"warm_start_steps": 1, "warm_start_prompts": 1, "evaluate_steps": 0, "samples_per_state": 0}
+        check_at_least(self, least)
+
+
+def check_arguments(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> None:
+    """`InputError` for options that cannot be honoured, alone or together."""
+    check_objective(script.objective, script.packed, training)
+    check_choices(training, TRL_CHOICES)
+    counts = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "max_completion_length")
+    check_at_least(training, {"seed": 0} | dict.fromkeys(counts, 1))
+    if not training.temperature > 0:
+        raise InputError(f"--temperature {training.temperature:g}: expected a number above 0")
+    if training.eval_strategy != "no":
+        kind = training.eval_strategy.value
+        raise InputError(f"--eval_strategy {kind}: evaluation is this script's, --evaluate_steps")
+    for name, reason in REFUSED.items():
+        if getattr(training, name):
+            raise InputError(f"--{name}: {reason}")
+    if training.use_vllm and not is_vllm_available():
+        raise InputError("--use_vllm true: needs the package vllm (pip install vllm), or leave it out")
+    if script.check != "only" and (training.n_gpu > 1 or training.world_size > 1):
+        raise InputError(
+            f"{max(training.n_gpu, training.world_size)} GPUs or processes: a run takes one; set CUDA_VISIBLE_DEVICES "
+            "to one GPU, and give each seed a process of its own (train_script.sh does)"
+        )
+    if model.attn_implementation not in ATTENTION:
+        raise InputError(
+            f"--attn_implementation {model.attn_implementation}: rows of several completions need a mask of their own; "
+            "expected eager or sdpa"
+        )
+    check_adapter_options(model)
+    if training.max_steps == 0 or (training.max_steps < 0 and training.num_train_epochs <= 0):
+        raise InputError("--max_steps: expected at least 1")
+    if training.save_total_limit == 1:
+        raise InputError(
+            "--save_total_limit 1: expected at least 2, because a kill while one is written must leave another"
+        )
+    _check_batches(training)
+
+
+def _check_batches(training: GRPOConfig) -> None:
+    """Completions are not saved, so that steps and checkpoints have to come out even with their batches."""
+    steps_per_batch = training.steps_per_generation * training.num_iterations / training.gradient_accumulation_steps
+    if steps_per_batch > 1 and steps_per_batch % 1:
+        raise InputError(
+            f"--steps_per_generation {training.steps_per_generation}: {steps_per_batch:g} optimiser steps on one batch "
+            "of completions; expected a whole number (steps_per_generation x num_iterations / "
+            "gradient_accumulation_steps)"
+        )
+    if training.save_strategy == "steps" and training.save_steps % max(1, steps_per_batch):
+        raise InputError(
+            f"--save_steps {training.save_steps:g}: expected a multiple of {steps_per_batch:g}, optimiser steps "
+            "on one batch of completions (steps_per_generation x num_iterations / gradient_accumulation_steps), "
+            "because completions are not saved"
+        )
+
+
+def check_task(script: ScriptArguments, training: GRPOConfig, task) -> None:
+    """`InputError` where the task lacks what an option needs."""
+    if script.objective == "expected" and (not task.actions or task.action_rewards is None):
+        raise InputError(
+            f"--objective expected: --task {script.task} knows no reward for every legal answer; use --objective grpo"
+        )
+    if script.warm_start == "always" and not task.lessons:
+        raise InputError(f"--warm_start always: --task {script.task} has no replies to teach; use --warm_start never")
+    names = [reward.__name__ for reward in task.reward_functions]
+    if training.reward_weights is not None and len(training.reward_weights) != len(names):
+        raise InputError(f"--reward_weights {training.reward_weights}: expected one for each of {', '.join(names)}")

@@ -1,0 +1,111 @@
+"""How a training run is interrupted, resumed and ended: signals, what a checkpoint says, the last step."""
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOConfig, ModelConfig
+
+from llm_policy.adapters import joined, loading_options
+from llm_policy.checkpoints import COMPLETE_MARK
+from llm_policy.grpo.diagnostics import MetricsFile, PolicyDiagnostics
+from llm_policy.grpo.trainer import PolicyTrainer
+from llm_policy.models import load_model
+from llm_policy.run_files import EXIT_INTERRUPTED
+
+RESUME = "--resume_from_checkpoint auto"
+WARM_START_FOLDER, GRPO_FOLDER = "warm_start", "grpo"  # the two adapters that are joined in the end
+
+
+class StopOnSignal(TrainerCallback):
+    """SIGTERM or SIGUSR1: finish the step, write a checkpoint, leave with `EXIT_INTERRUPTED`.
+
+    Outside of the steps `leave_if_received` says where the run may leave. With `at_once` it leaves immediately, because
+    what is under way is begun again by a resumed run.
+
+    Args:
+        steps_per_batch: optimiser steps on one batch of completions. These are not saved, so that a checkpoint waits
+            for their last use.
+    """
+
+    def __init__(self, steps_per_batch: int) -> None:
+        self.received: str | None = None
+        self.at_once = False
+        self.steps_per_batch = steps_per_batch
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number, _frame) -> None:
+        self.received = signal.Signals(number).name
+        if self.at_once:
+            self.leave_if_received(f"leaving the evaluation; {RESUME} begins it again")
+        print(f"{self.received}: finishing the step, then a checkpoint", flush=True)
+
+    def leave_if_received(self, words: str) -> None:
+        """SystemExit with `EXIT_INTERRUPTED` if a signal came; `words` say what is left and what resumes it."""
+        if self.received:
+            print(f"{self.received}: {words}", flush=True)
+            raise SystemExit(EXIT_INTERRUPTED)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.received and state.global_step % self.steps_per_batch == 0:
+            control.should_save = True
+            control.should_training_stop = True
+
+
+def steps_per_batch(training: GRPOConfig) -> int:
+    """Optimiser steps on one batch of completions."""
+    return max(1, training.steps_per_generation * training.num_iterations // training.gradient_accumulation_steps)
+
+
+def has_ended(checkpoint: Path, training: GRPOConfig, stop_when: str) -> bool:
+    """Whether a run had taken its last step, or had stopped by `stop_when`, when it wrote `checkpoint`."""
+    state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+    diagnostics = state.stateful_callbacks.get(PolicyDiagnostics.__name__, {"attributes": {}})
+    if training.max_steps > 0:
+        is_last = state.global_step >= training.max_steps
+    else:
+        is_last = state.global_step >= state.max_steps and state.num_train_epochs >= training.num_train_epochs
+    kept = diagnostics["attributes"]
+    has_stopped = kept.get("has_stopped", False) and kept.get("stop_when", stop_when) == stop_when
+    return is_last or has_stopped
+
+
+def train_or_restore(
+    trainer: PolicyTrainer, diagnostics: PolicyDiagnostics, metrics: MetricsFile, resume: Path | None
+) -> None:
+    """Train, from `resume` on if there is one; a run that was killed after its last step is only read back."""
+    if resume and has_ended(resume, trainer.args, diagnostics.stop_when):  # the trainer would take one more step
+        trainer.model.load_adapter(str(resume), adapter_name="default", is_trainable=True)
+        trainer.state = TrainerState.load_from_json(str(resume / TRAINER_STATE_NAME))
+        diagnostics.restore(trainer.state)
+        metrics.cut_back(trainer.state)
+    else:
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+
+
+def last_step_is_saved(trainer: PolicyTrainer) -> bool:
+    checkpoint = Path(trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+    return (checkpoint / COMPLETE_MARK).exists()
+
+
+def saved_policy(trainer: PolicyTrainer, folders: Sequence[Path], model_config: ModelConfig) -> PreTrainedModel:
+    """What was trained, saved as one adapter on the plain base model, and loaded from there.
+
+    Judged is what a user loads: PEFT loads an adapter in float32, in memory it has the model's dtype.
+
+    Args:
+        folders: adapters that GRPO's stands on.
+    """
+    output_dir, loading = Path(trainer.args.output_dir), loading_options(model_config)
+    trained = trainer.accelerator.unwrap_model(trainer.model)
+    trained.save_pretrained(output_dir / GRPO_FOLDER, selected_adapters=["default"])
+    trainer.forget_merged_weights()  # a GPU has to hold the model once more, to be judged
+    lora = trained.peft_config["default"]
+    base = load_model(lora.base_model_name_or_path, revision=lora.revision or "main", **loading)  # no warm start in it
+    joined(base, [*folders, output_dir / GRPO_FOLDER]).save_pretrained(output_dir)
+    trainer.processing_class.save_pretrained(output_dir)
+    return load_model(output_dir, **loading).to(trainer.args.device)

@@ -1,0 +1,28 @@
+"""The name of the processor that a measurement was made on. Seconds mean little without it."""
+
+import platform
+from pathlib import Path
+
+CPU_INFORMATION = Path("/proc/cpuinfo")  # Linux; elsewhere the platform module knows a little
+BFLOAT16_FLAGS = ("avx512_bf16", "amx_bf16")  # matrix products in bfloat16 are several times faster with them
+
+
+def processor_name(on_gpu: bool = False) -> str:
+    """`AMD EPYC 9R14, avx512_bf16`: the CPU's name and its bfloat16 instructions; with `on_gpu` the GPU's name."""
+    if on_gpu:
+        import torch  # scripts without a model need no PyTorch
+
+        return torch.cuda.get_device_name()
+    lines = CPU_INFORMATION.read_text().splitlines() if CPU_INFORMATION.exists() else []
+    entries = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    name = entries.get("model name") or platform.processor() or platform.machine()
+    return ", ".join([name, *(flag for flag in BFLOAT16_FLAGS if flag in entries.get("flags", "").split())])
+
+
+def device_text(on_gpu: bool = False) -> str:
+    """What run.json says of a run's hardware: the GPU's name, or the CPU's and how many threads PyTorch takes."""
+    if on_gpu:
+        return processor_name(on_gpu)
+    import torch
+
+    return f"{torch.get_num_threads()} CPU threads, {processor_name()}"

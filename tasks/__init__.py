@@ -1,0 +1,104 @@
+"""What can be trained with `train_script.py --task NAME`, and what a task has to offer for that.
+
+A task is one module with two names, and one line in `TASKS`:
+
+    Arguments                                     a dataclass: the task's own options, each with a help text
+    make_task(arguments, training, tokenizer)     what they describe, as a `Task`
+
+A task whose policies `evaluate_policy.py` can judge without its training data has a third:
+
+    make_judge(settings, reader, episodes, seed)  a `Judge` from what run.json says of a run, or from nothing; it has
+                                                  `first_prompt` and `baseline_answers` besides (tasks/tabular.py)
+"""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from llm_policy.errors import InputError
+from llm_policy.grpo.diagnostics import Judgement
+from llm_policy.grpo.warm_start import Lesson
+
+TASKS = {  # name: module. Imported when it is asked for, because parts that few need bring packages of their own
+    "frozen_lake": "tasks.frozen_lake",
+    "cliff_walking": "tasks.cliff_walking",
+    "taxi": "tasks.taxi",
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several policies beside each other, and the baselines of the task.
+
+    Attributes:
+        text: the table, as wide as it wants to be.
+        save: writes evaluation.json (last: it marks a finished run) and pictures into a folder.
+    """
+
+    text: str
+    save: Callable[[Path], None]
+
+
+class Judge(Protocol):
+    """How a task tells how good a model is. Nothing of it depends on the training."""
+
+    def answers(self, model: PreTrainedModel, samples: int = 0) -> dict:
+        """What the model says: greedily, or `samples` times per prompt at temperature 1. Fit for a JSON file."""
+
+    def judgement(self, answers: Mapping) -> Judgement:
+        """Metrics, a verdict in words and a picture of such answers."""
+
+    def compare(self, answers_of: Mapping[str, Mapping]) -> Comparison:
+        """Print the table of all policies (name -> answers), with the task's baselines in front."""
+
+    @property
+    def settings(self) -> dict:
+        """What run.json has to say, so that `make_judge` can make the same judge again."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What `train_script.py` needs of a task. Optional parts say what an option of it needs.
+
+    Attributes:
+        rows: the dataset, one dict per example: `prompt` (chat messages) and the columns that the rewards read.
+        reward_functions: TRL's contract, (completions, **columns) -> rewards. The first is learnt, all are logged,
+            unless --reward_weights says otherwise. A name ends in `_reward`: it is the metric's name.
+        judge: how good a model is, at the end.
+        judge_between: the same on less, for the evaluations between steps; None: `judge`.
+        is_answer: whether the text between the answer tags means anything.
+        actions: the legal answers, if they are few. With `action_rewards` they make --objective expected possible.
+        action_rewards: (rows, reward weights) -> (rows, actions): what a well-formed completion earns with each action.
+        lessons: what the warm start teaches: prompts, each with replies that differ in their answer alone. It teaches
+            form and no label. Without them there is no warm start.
+        guess: row -> a likely reply. Sampling then scores the whole reply in one pass; the samples stay the same.
+        reward_lines: for the chart, what policies that do not read the prompt would earn, by name.
+        shown: metrics of the judge that stand in the line per step: name in the log -> label.
+        lint: context tokens -> findings about data and prompts, errors first.
+    """
+
+    rows: list[dict]
+    reward_functions: list[Callable[..., list[float]]]
+    judge: Judge
+    is_answer: Callable[[str], bool]
+    judge_between: Judge | None = None
+    actions: Sequence[str] = ()
+    action_rewards: Callable[[list[dict], Sequence[float]], np.ndarray] | None = None
+    lessons: Sequence[Lesson] = ()
+    guess: Callable[[dict], str] | None = None
+    reward_lines: Callable[[Sequence[float]], dict[str, float]] | None = None
+    shown: Mapping[str, str] = field(default_factory=dict)
+    lint: Callable[[int], list] | None = None
+
+
+def task_module(name: str) -> ModuleType:
+    """The module of a task; `InputError` for an unknown one."""
+    if name not in TASKS:
+        raise InputError(f"--task {name}: expected one of {', '.join(TASKS)}")
+    return importlib.import_module(TASKS[name])

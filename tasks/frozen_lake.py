@@ -1,0 +1,79 @@
+"""FrozenLake: cross slippery ice to the goal. The words and rewards are in prompts.py and rewards.py."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+from trl import GRPOConfig
+
+from llm_policy.chat import Reader
+from llm_policy.environments.frozen_lake import FrozenLake, read_grid, shortest_path_policy
+from llm_policy.errors import InputError, check_at_least, check_choices
+from prompts import OBSERVATIONS, format_example, policy_messages
+from tasks import Task
+from tasks.tabular import ExpertArguments, TableJudge, Words, held_out, read_expert, table_task
+
+
+@dataclass
+class Arguments(ExpertArguments):
+    """Options of the lake."""
+
+    is_slippery: bool = field(default=True, metadata={"help": "The dynamics that the CSV was made for."})
+    observation: str = field(
+        default="coordinates", metadata={"help": f"What the model sees of a state: {', '.join(OBSERVATIONS)}."}
+    )
+    test_maps: int = field(
+        default=0, metadata={"help": "Hold out so many of the CSV's maps and judge on them. 0: on those trained on."}
+    )
+    test_map_seed: int = field(default=1, metadata={"help": "Of the draw of test maps."})
+
+    def __post_init__(self) -> None:
+        check_choices(self, {"observation": tuple(OBSERVATIONS)})
+        check_at_least(self, {"test_maps": 0, "test_map_seed": 0})
+        super().__post_init__()
+
+
+def lake_words(observation: str) -> Words:
+    return Words(
+        messages=lambda lake, state: policy_messages(lake.grid, state, lake.is_slippery, observation),
+        reply=lambda lake, state, action: format_example(lake.grid, state, action),
+    )
+
+
+def make_task(arguments: Arguments, training: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """The lakes of the CSV, some of them held out."""
+    expert = read_expert(arguments, FrozenLake, is_slippery=arguments.is_slippery)
+    expert, lakes = held_out(expert, arguments.test_maps, arguments.test_map_seed, arguments.expert_csv)
+    if arguments.test_maps:
+        print(f"{arguments.test_maps} maps held out, {len(expert)} states to train on")
+    words = lake_words(arguments.observation)
+    reader = Reader(tokenizer, training.max_completion_length)
+    shortest = {"shortest path": [shortest_path_policy(lake.grid) for lake in lakes]} if arguments.test_maps else {}
+    settings = settings_of(lakes, arguments.observation)
+    judge = TableJudge(lakes, words, reader, settings, arguments.episodes, training.seed, named_policies=shortest)
+    return table_task(arguments, training, tokenizer, words, expert, judge, unseen=lakes if arguments.test_maps else ())
+
+
+def make_judge(settings: Mapping, reader: Reader, episodes: int, seed: int) -> TableJudge:
+    """The judge of a run by its settings; without any, the canonical slippery lake.
+
+    Args:
+        settings: `maps` (rows joined by "|") or `map` (a name or a file), `is_slippery`, `observation`,
+            `horizon_steps`.
+    """
+    is_slippery = settings.get("is_slippery", True)
+    grids = [tuple(rows.split("|")) for rows in settings.get("maps", [])]
+    grids = grids or [read_grid(settings.get("map") or "4x4")]
+    lakes = [FrozenLake(grid, is_slippery) for grid in grids]
+    observation = settings.get("observation", "coordinates")
+    if observation not in OBSERVATIONS:
+        raise InputError(f"--observation {observation!r}: expected one of {', '.join(OBSERVATIONS)}")
+    return TableJudge(
+        lakes, lake_words(observation), reader, settings_of(lakes, observation), episodes, seed,
+        settings.get("horizon_steps"),
+    )  # fmt: skip
+
+
+def settings_of(lakes: list[FrozenLake], observation: str) -> dict:
+    maps = [str(lake) for lake in lakes]
+    return {"maps": maps, "is_slippery": lakes[0].is_slippery, "observation": observation}

@@ -1,0 +1,355 @@
+"""What tasks with a table share: an expert's CSV becomes a `Task`, a model's answers become policy tables and scores.
+
+A task of its own adds the words (`Words`) and its options; see frozen_lake.py and taxi.py.
+"""
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import numpy as np
+import pandas as pd
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from trl import GRPOConfig
+
+from llm_policy.chat import Messages, Reader, fit_to_template
+from llm_policy.completions import action_index, parse_completion
+from llm_policy.environments.expert_q import read_expert_csv
+from llm_policy.environments.judge import (
+    BASELINES,
+    baseline_policy,
+    evaluate_policies,
+    evaluation_table,
+    mutual_information,
+    policy_verdict,
+    save_evaluation,
+)
+from llm_policy.environments.mdp import AGREEMENT_GAMMA, OPTIMAL_PERCENT, optimal_actions, optimal_q
+from llm_policy.environments.pictures import policy_figure
+from llm_policy.environments.policy_table import best_actions, score_policy, uniform_policy
+from llm_policy.environments.table_environment import TableEnvironment
+from llm_policy.errors import InputError, check_at_least, check_choices
+from llm_policy.grpo.diagnostics import Judgement
+from llm_policy.run_files import ROOT
+from llm_policy.tables import show
+from rewards import REWARD_SHAPES, RewardShaping, reward_functions, well_formed_rewards
+from tasks import Comparison, Task
+from tasks.linter import Finding, lint
+
+MAPS_JUDGED = 20  # of many maps, in the evaluations between steps (of the CSV's own, at the end too)
+
+
+@dataclass
+class ExpertArguments:
+    """Options of every task that an expert's Q-values teach."""
+
+    expert_csv: str = field(
+        default=str(ROOT / "expert_demos_batched_avg_q.csv"),
+        metadata={"help": "The expert's Q-values (llm_policy/environments/expert_q.py makes such a file)."},
+    )
+    reward_shape: str = field(
+        default="minmax", metadata={"help": f"Q-values to rewards in [0, 1]: {', '.join(REWARD_SHAPES)}."}
+    )
+    optimal_bonus: float = field(default=0.2, metadata={"help": "Added to the reward of an optimal action."})
+    cap_bonus: bool = field(default=True, metadata={"help": "Cut reward + bonus at 1, as the original did."})
+    balance_actions: float = field(
+        default=0.0,
+        metadata={
+            "help": "Share of the states that are drawn so that each action is the best one equally often. 0: each "
+            "state in turn."
+        },
+    )
+    episodes: int = field(default=1000, metadata={"help": "Simulated episodes beside the exact figures."})
+
+    def __post_init__(self) -> None:
+        check_choices(self, {"reward_shape": tuple(REWARD_SHAPES)})
+        if not 0 <= self.balance_actions <= 1:
+            raise InputError(f"--balance_actions {self.balance_actions:g}: expected a share, from 0 to 1")
+        check_at_least(self, {"episodes": 1})
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a model is told of a state, and what the warm start teaches it to say.
+
+    Attributes:
+        messages: (environment, state) -> the prompt.
+        reply: (environment, state, action) -> a well-formed reply that names that action. Its thought must not depend
+            on the action, so that no label is taught.
+    """
+
+    messages: Callable[[TableEnvironment, int], Messages]
+    reply: Callable[[TableEnvironment, int, int], str]
+
+
+# Judge ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TableJudge:
+    """Asks a model for its action in every acting state, and judges the policy table exactly (`tasks.Judge`).
+
+    Attributes:
+        environments: the maps to judge on.
+        settings: what run.json says of them.
+        named_policies: baselines of the task beside those that `evaluate_policies` always shows.
+    """
+
+    environments: Sequence[TableEnvironment]
+    words: Words
+    reader: Reader
+    settings: dict
+    episodes: int = 1000
+    seed: int = 0
+    horizon_steps: int | None = None
+    named_policies: Mapping[str, Sequence[np.ndarray]] = field(default_factory=dict)
+
+    def answers(self, model: PreTrainedModel, samples: int = 0) -> dict:
+        """`policies`: a table per environment; `format_validity`: share of well-formed completions with an action.
+
+        A completion that names no action counts as a uniformly random one: the agent has to move somehow.
+        """
+        actions = self.environments[0].actions
+        pairs = [(m, state) for m, environment in enumerate(self.environments) for state in environment.acting_states]
+        prompts = [self.words.messages(self.environments[m], state) for m, state in pairs]
+        guesses = [self.words.reply(self.environments[m], state, 0) for m, state in pairs]
+        texts = self.reader.completions(model, prompts, samples, guesses)
+        per_state = max(samples, 1)
+        policies = [uniform_policy(*environment.mdp.rewards_SA.shape) for environment in self.environments]
+        valid = 0
+        for i, (m, state) in enumerate(pairs):
+            row_A = np.zeros(len(actions))
+            for text in texts[i * per_state : (i + 1) * per_state]:
+                parsed = parse_completion(text)
+                action = action_index(parsed.answer, actions)
+                valid += parsed.is_well_formed and action is not None
+                row_A += 1.0 / len(actions) if action is None else np.eye(len(actions))[action]
+            policies[m][state] = row_A / per_state
+        return {"policies": [policy.tolist() for policy in policies], "format_validity": valid / max(len(texts), 1)}
+
+    def first_prompt(self) -> list[int]:
+        """Token ids of one prompt, to check its length before all are asked."""
+        first = self.environments[0]
+        return self.reader.prompt(self.words.messages(first, first.acting_states[0]))
+
+    def baseline_answers(self, name: str) -> dict:
+        """A baseline's policies by its name; `InputError` for one that these environments do not have."""
+        policies = [baseline_policy(name, environment, self.seed) for environment in self.environments]
+        if any(policy is None for policy in policies):
+            raise InputError(
+                f"--policies {name!r}: expected a run folder, a model or one of {', '.join(BASELINES)}, with an "
+                f"action of {', '.join(self.environments[0].actions)}; shortest-path is for lakes"
+            )
+        return {"policies": [policy.tolist() for policy in policies]}
+
+    def judgement(self, answers: Mapping) -> Judgement:
+        policies_SA = [np.array(policy) for policy in answers["policies"]]
+        environments = self.environments
+        scores = [
+            score_policy(environment, policy_SA, self.horizon_steps, answers["format_validity"])
+            for environment, policy_SA in zip(environments, policies_SA, strict=True)
+        ]
+        names = ["success_probability", "success_at_horizon", "percent_of_optimal"]
+        names += [] if environments[0].pays_success else ["return_at_horizon"]
+        means = {name: float(np.mean([getattr(score, name) for score in scores])) for name in names}
+        verdict = policy_verdict(policies_SA, environments, scores)
+
+        def draw(title: str):
+            first = environments[0]
+            return policy_figure([(f"{title}: {verdict}", first, policies_SA[0], best_actions(first))])
+
+        return Judgement(
+            metrics=means
+            | {
+                "optimal_states": sum(score.optimal_states for score in scores),
+                "format_validity": answers["format_validity"],
+                "mutual_information": mutual_information(policies_SA, environments),
+            },
+            verdict=verdict,
+            is_optimal=min(score.percent_of_optimal for score in scores) >= OPTIMAL_PERCENT,
+            draw=draw,
+        )
+
+    def compare(self, answers_of: Mapping[str, Mapping]) -> Comparison:
+        named = {name: [np.array(p) for p in answers["policies"]] for name, answers in answers_of.items()}
+        evaluated = evaluate_policies(
+            named | self.named_policies,
+            self.environments,
+            validities={
+                name: answers["format_validity"] for name, answers in answers_of.items() if "format_validity" in answers
+            },
+            horizon_steps=self.horizon_steps,
+            episodes=self.episodes,
+            seed=self.seed,
+        )
+        about = {key: self.settings[key] for key in ("maps", "is_slippery") if key in self.settings}
+        kind = {True: ", slippery", False: ", not slippery", None: ""}[about.get("is_slippery")]
+        where = f"{len(self.environments)} maps" if len(self.environments) > 1 else str(self.environments[0])
+        env_id = self.environments[0].env_id
+        title = f"{env_id}{'' if where == env_id else f' {where}'}{kind}"
+        text = show(*evaluation_table(evaluated, title))
+        return Comparison(text, partial(save_evaluation, evaluated, self.environments, {"env_id": env_id} | about))
+
+
+# Task ----------------------------------------------------------------------------------------------------------
+
+
+def table_task(
+    arguments: ExpertArguments,
+    training: GRPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    words: Words,
+    expert: pd.DataFrame,
+    judge: TableJudge,
+    unseen: Sequence[TableEnvironment] = (),
+) -> Task:
+    """A task from the expert's table.
+
+    Args:
+        expert: from `read_expert_csv`, one row per state to train on.
+        judge: of the maps of the last table.
+        unseen: maps that training must not show.
+    """
+    actions = expert["environment"].iloc[0].actions
+    shaping = RewardShaping(arguments.reward_shape, arguments.optimal_bonus, arguments.cap_bonus)
+    states = list(zip(expert["environment"], expert["state"], strict=True))
+    prompts = [fit_to_template(words.messages(*state), tokenizer) for state in states]
+    rows = [
+        {"prompt": prompt, "q_values": q_values, "state": state, "map": str(environment), "row": row}
+        for row, ((environment, state), q_values, prompt) in enumerate(
+            zip(states, expert["q_values"], prompts, strict=True)
+        )
+    ]
+
+    def action_rewards(rows: list[dict], weights: Sequence[float]) -> np.ndarray:
+        return well_formed_rewards([row["q_values"] for row in rows], shaping, weights)
+
+    def reward_lines(weights: Sequence[float]) -> dict[str, float]:
+        rewards_PA = action_rewards(rows, weights)
+        constant = int(rewards_PA.mean(axis=0).argmax())
+        return {
+            f"reward/always {actions[constant]}": float(rewards_PA[:, constant].mean()),
+            "reward/uniform policy": float(rewards_PA.mean()),
+            "reward/optimal policy": float(rewards_PA.max(axis=1).mean()),
+        }
+
+    def findings(context_tokens: int) -> list[Finding]:
+        found = lint(expert, prompts, tokenizer, shaping, context_tokens, training.max_completion_length, unseen)
+        return [
+            replace(finding, source=arguments.expert_csv or str(expert["environment"].iloc[0])) for finding in found
+        ]
+
+    return Task(
+        rows=drawn_rows(rows, training, arguments.balance_actions),
+        reward_functions=reward_functions(shaping, actions),
+        judge=judge,
+        judge_between=replace(judge, environments=judge.environments[:MAPS_JUDGED]),
+        is_answer=lambda answer: action_index(answer, actions) is not None,
+        actions=actions,
+        action_rewards=action_rewards,
+        lessons=[
+            (words.messages(*state), [words.reply(*state, action) for action in range(len(actions))])
+            for state in states
+        ],
+        guess=lambda row: words.reply(*states[row["row"]], 0),
+        reward_lines=reward_lines,
+        shown={"policy/success_probability": "success", "policy/optimal_states": "optimal states"},
+        lint=findings,
+    )
+
+
+@dataclass
+class ComputedExpertArguments(ExpertArguments):
+    """Options of an environment without maps: its exact expert need not be read from a file."""
+
+    expert_csv: str = field(
+        default="", metadata={"help": "The expert's Q-values. Default: the exact ones, computed on the spot."}
+    )
+
+
+def single_environment_task(
+    environment: TableEnvironment, words: Words, arguments: ComputedExpertArguments, training: GRPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Task:  # fmt: skip
+    """The task of an environment without maps: trained and judged on all its acting states."""
+    if arguments.expert_csv:
+        expert = read_expert(arguments, type(environment))
+    else:
+        expert = exact_expert(environment)
+        print(f"{environment}: exact Q-values of {len(expert)} states", flush=True)
+    reader = Reader(tokenizer, training.max_completion_length)
+    judge = TableJudge([environment], words, reader, {}, arguments.episodes, training.seed)
+    return table_task(arguments, training, tokenizer, words, expert, judge)
+
+
+def single_environment_judge(
+    environment: TableEnvironment, words: Words, settings: Mapping, reader: Reader, episodes: int, seed: int
+) -> TableJudge:
+    """The judge of an environment without maps. `settings` may have `horizon_steps`."""
+    return TableJudge([environment], words, reader, {}, episodes, seed, settings.get("horizon_steps"))
+
+
+def exact_expert(environment: TableEnvironment) -> pd.DataFrame:
+    """As `read_expert_csv`, from exact Q-values (discount `AGREEMENT_GAMMA`): one row per acting state."""
+    q_SA = optimal_q(environment.mdp, AGREEMENT_GAMMA)
+    states = environment.acting_states
+    return pd.DataFrame(
+        {
+            "state_str": [environment.state_text(state) for state in states],
+            "environment": pd.Series([environment] * len(states), dtype=object),
+            "state": states,
+            "action": q_SA[states].argmax(axis=1),
+            "q_values": pd.Series(q_SA[states].tolist(), dtype=object),
+            "count": 1,
+        }
+    )
+
+
+def read_expert(arguments: ExpertArguments, kind: type, **options) -> pd.DataFrame:
+    """The expert's table, and a line that says what is in it."""
+    expert = read_expert_csv(arguments.expert_csv, kind, **options)
+    maps = expert["environment"].nunique()
+    print(f"{arguments.expert_csv}: {expert['count'].sum()} rows, {len(expert)} states, {maps} maps", flush=True)
+    return expert
+
+
+def held_out(expert: pd.DataFrame, maps: int, seed: int, csv: str = "the CSV") -> tuple[pd.DataFrame, list]:
+    """Rows to train on and `maps` environments to judge on whose rows are left out; 0: all rows, its first maps."""
+    environments = list(dict.fromkeys(expert["environment"]))
+    if not maps:
+        return expert, environments[:MAPS_JUDGED]
+    if maps >= len(environments):
+        raise InputError(
+            f"--test_maps {maps}: {csv} has {len(environments)} maps, and one must be left to train on; name fewer or "
+            "make a CSV with more (python -m llm_policy.environments.expert_q --random_maps)"
+        )
+    tested = random.Random(seed).sample(environments, maps)
+    return expert[~expert["environment"].isin(tested)].reset_index(drop=True), tested
+
+
+def balancing_weights(q_values_PA: np.ndarray) -> np.ndarray:
+    """Weights (P,) that sum to 1: in draws with them each action is the best one equally often.
+
+    With three states where LEFT is best and one where UP is: 1/6, 1/6, 1/6, 1/2. A state with several best actions
+    weighs their mean, one where all are best (the goal out of reach) nothing, because it teaches nothing.
+    """
+    best_PA = optimal_actions(q_values_PA)
+    share_PA = best_PA / best_PA.sum(axis=1, keepdims=True)
+    if not best_PA.all():
+        share_PA[best_PA.all(axis=1)] = 0.0
+    how_often_A = np.maximum(share_PA.sum(axis=0), np.finfo(float).tiny)  # 0: an action that is best nowhere
+    weights_P = (share_PA / how_often_A).sum(axis=1)
+    return weights_P / weights_P.sum()
+
+
+def drawn_rows(rows: list[dict], training: GRPOConfig, balanced_share: float) -> list[dict]:
+    """The rows; with a `balanced_share` above 0 as many are drawn, that share of them with `balancing_weights`."""
+    if not balanced_share:
+        return rows
+    balanced_P = balancing_weights(np.array([row["q_values"] for row in rows]))
+    weights_P = balanced_share * balanced_P + (1 - balanced_share) / len(rows)
+    prompts_per_batch = training.generation_batch_size // training.num_generations
+    draws = max(len(rows), prompts_per_batch * training.max_steps)  # in a short table each state often enough
+    drawn = np.random.default_rng(training.seed).choice(len(rows), size=draws, p=weights_P)
+    return [rows[row] for row in drawn]

@@ -1,0 +1,115 @@
+"""The life of a LoRA adapter: it changes nothing at first, merges exactly, joins with others, or is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PeftModel
+from tiny_models import build_tiny_model
+from tiny_policies import add_random_adapter, random_policy
+from trl import ModelConfig
+
+from llm_policy import adapters
+from llm_policy.errors import InputError
+
+IDS = torch.tensor([[5, 9, 2, 7]])
+
+
+def test_a_fresh_adapter_changes_nothing_yet():
+    base = random_policy("llama")
+    logits = base(IDS).logits
+    model = adapters.fresh(base, LoraConfig(r=4, target_modules="all-linear"))
+    assert torch.equal(model(IDS).logits, logits)
+    assert {name.split(".")[-3] for name, p in model.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
+
+
+def test_merged_is_what_the_adapter_does(tmp_path):
+    adapted = add_random_adapter(random_policy("llama"))
+    adapted.save_pretrained(tmp_path)
+    merged = adapters.merged(random_policy("llama"), tmp_path)
+    assert not isinstance(merged, PeftModel)
+    torch.testing.assert_close(merged(IDS).logits, adapted(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_joined_adapters_do_what_they_do_one_on_top_of_the_other(parts, use_rslora, tmp_path):
+    model, folders = random_policy("llama"), []
+    for part in range(parts):
+        folders.append(tmp_path / str(part))
+        adapted = add_random_adapter(model, seed=part, r=4, use_rslora=use_rslora)
+        adapted.save_pretrained(folders[-1])
+        model = adapted.merge_and_unload()
+    together = adapters.joined(random_policy("llama"), folders)
+    torch.testing.assert_close(together(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    together.save_pretrained(tmp_path / "joined")
+    loaded = PeftModel.from_pretrained(random_policy("llama"), tmp_path / "joined")
+    torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+# What cannot be joined -------------------------------------------------------------------------------------------
+
+ODD_ADAPTERS = [
+    (LoraConfig(target_modules=["q_proj"], use_dora=True), "with use_dora cannot"),
+    (LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), "with modules_to_save cannot"),
+    (LoraConfig(target_modules=["q_proj"], layers_to_transform=[0]), "with layers_to_transform cannot"),
+    (LoraConfig(target_modules=r".*q_proj"), "with target_modules as a pattern cannot"),
+    (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "with PeftType.IA3 cannot"),
+]
+
+
+@pytest.mark.parametrize(("config", "words"), ODD_ADAPTERS)
+def test_an_adapter_that_cannot_be_joined(config, words):
+    with pytest.raises(InputError, match=f"^runs/odd: an adapter {words} be trained further here"):
+        adapters.check_joinable(Path("runs/odd"), config)
+
+
+def test_plain_lora_can_be_joined():
+    adapters.check_joinable(Path("runs/plain"), LoraConfig(target_modules=["q_proj"], use_rslora=True))
+
+
+def test_every_option_of_trl_for_what_cannot_be_joined_is_refused():
+    assert all(hasattr(LoraConfig(), name) for name in adapters.UNJOINABLE), "PEFT calls it otherwise by now"
+    options = [option for option in adapters.UNJOINABLE.values() if option]
+    assert len(options) == 3
+    adapters.check_adapter_options(ModelConfig(use_peft=True))
+    for option in options:
+        config = ModelConfig(use_peft=True, **{option: True if option == "use_dora" else ["lm_head"]})
+        with pytest.raises(InputError, match=f"^--{option} .*: warm start and GRPO are joined into one adapter"):
+            adapters.check_adapter_options(config)
+    with pytest.raises(InputError, match=r"^--use_peft false: what is trained and saved here is a LoRA adapter"):
+        adapters.check_adapter_options(ModelConfig())
+
+
+# The model to train ----------------------------------------------------------------------------------------------
+
+
+def options_of(folder: Path, **more) -> ModelConfig:
+    return ModelConfig(
+        model_name_or_path=str(folder), dtype="float32", use_peft=True, lora_target_modules=["q_proj", "v_proj"], **more
+    )
+
+
+def test_the_model_to_train_comes_without_an_adapter(tmp_path):
+    folder = build_tiny_model(tmp_path / "model")
+    model, lora, folders = adapters.model_to_train(options_of(folder), torch.device("cpu"))
+    assert not isinstance(model, PeftModel)
+    assert (lora.target_modules, folders) == ({"q_proj", "v_proj"}, [])
+
+
+def test_an_adapter_to_train_further_is_merged_into_its_model(tmp_path):
+    folder = build_tiny_model(tmp_path / "model")
+    plain, _, _ = adapters.model_to_train(options_of(folder), torch.device("cpu"))
+    adapted = add_random_adapter(plain, target_modules=["q_proj", "v_proj"])
+    adapted.peft_config["default"].base_model_name_or_path = str(folder)
+    adapted.save_pretrained(tmp_path / "adapter")
+    model, _, folders = adapters.model_to_train(options_of(tmp_path / "adapter"), torch.device("cpu"))
+    assert folders == [tmp_path / "adapter"]
+    torch.testing.assert_close(model(IDS).logits, adapted(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_the_model_does_not_have(tmp_path):
+    options = options_of(build_tiny_model(tmp_path / "model"))
+    options.lora_target_modules = ["nowhere", "neither"]
+    with pytest.raises(InputError, match=r"^--lora_target_modules \['nowhere', 'neither'\]: "):
+        adapters.model_to_train(options, torch.device("cpu"))

@@ -1,0 +1,125 @@
+"""Where the answer stands, and the term at it."""
+
+import copy
+
+import pytest
+import torch
+from tiny_policies import ARCHITECTURE_NAMES, tokenizer_of
+from tokenizers import AddedToken
+
+from llm_policy.environments.frozen_lake import ACTIONS
+from llm_policy.errors import InputError
+from llm_policy.grpo.expected import ExpectedObjective, NamedAction, action_token_ids, find_answer, without_answers
+
+# Where the answer stands -----------------------------------------------------------------------------------------
+
+# (completion, the name at whose first token the answer stands, or None)
+ANSWERS = {
+    "well-formed": ("<think>go</think><answer>DOWN</answer>", "DOWN"),
+    "action in the thought": ("<think>RIGHT, not UP. Or UP?</think><answer>UP</answer>", "UP"),
+    "same action in the thought, twice": ("<think>LEFT LEFT</think><answer>LEFT</answer>", "LEFT"),
+    "no thought": ("<answer>RIGHT</answer>", "RIGHT"),
+    "text behind the answer": ("<answer>RIGHT</answer> because LEFT is a hole", "RIGHT"),
+    # read by the reward, in other tokens than the usual ones
+    "lower case": ("<think>go</think><answer>down</answer>", None),
+    "spaces": ("<think>go</think><answer> UP </answer>", None),
+    "new line": ("<think>go</think><answer>\nUP\n</answer>", None),
+    "no answer": ("<think>LEFT</think>", None),
+    "empty answer": ("<think>LEFT</think><answer></answer>", None),
+    "two names": ("<think>go</think><answer>LEFT or UP</answer>", None),
+    "two answers": ("<answer>LEFT</answer><answer>UP</answer>", None),
+    "cut": ("<think>go</think><answer>DOWN", None),
+    "empty": ("", None),
+}
+
+
+@pytest.mark.parametrize("split_actions", [False, True])
+@pytest.mark.parametrize("case", ANSWERS)
+def test_find_answer(case, split_actions):
+    text, name = ANSWERS[case]
+    tokenizer = tokenizer_of("llama", split_actions)
+    names = action_token_ids(tokenizer, ACTIONS)
+    ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    found = find_answer(tokenizer, ids, ACTIONS, names)
+    if name is None:
+        assert found is None
+    else:
+        assert tokenizer.decode(ids[: found.start]) == text[: text.index("<answer>") + len("<answer>")]
+        assert tuple(ids[found.start : found.stop]) == names[ACTIONS.index(name)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
+@pytest.mark.parametrize("split_actions", [False, True])
+def test_action_tokens_spell_the_names(architecture, split_actions):
+    tokenizer = tokenizer_of(architecture, split_actions)
+    token_ids = action_token_ids(tokenizer, ACTIONS)
+    assert [tokenizer.decode(ids) for ids in token_ids] == list(ACTIONS)
+    assert {len(ids) > 1 for ids in token_ids} == {split_actions}
+
+
+def test_tokens_that_run_over_the_answer_tag_are_refused():
+    tokenizer = copy.deepcopy(tokenizer_of("llama"))
+    tokenizer.add_tokens([AddedToken(">DOWN<", normalized=False)])
+    with pytest.raises(InputError, match=r"'DOWN'.*--objective grpo"):
+        action_token_ids(tokenizer, ACTIONS)
+
+
+def test_actions_in_another_order_are_found_by_their_names():
+    """The lake's order is not in the parser any more: a task with other names, or another order, is scored by names."""
+    tokenizer, actions = tokenizer_of("llama"), ("UP", "RIGHT", "DOWN", "LEFT")
+    objective = ExpectedObjective(tokenizer, actions, entropy_coef=0.0)
+    completions = [
+        [
+            *tokenizer.encode(f"<think>.</think><answer>{name}</answer>", add_special_tokens=False),
+            tokenizer.eos_token_id,
+        ]
+        for name in actions
+    ]
+    ids_BT = torch.tensor(completions)
+    named = objective.named_actions(ids_BT, torch.ones_like(ids_BT))
+    assert [n.completion for n in named] == [0, 1, 2, 3]
+    for n, action in zip(named, actions, strict=True):
+        assert tokenizer.decode(ids_BT[n.completion, n.start : n.stop]) == action
+    # Branches are in the order of the rewards' columns
+    assert [tokenizer.decode(branch.token_ids) for branch in objective.branches(named[:1])] == list(actions)
+
+
+def test_a_name_that_is_no_legal_action_is_not_found():
+    tokenizer = tokenizer_of("llama")
+    ids = tokenizer.encode("<think>.</think><answer>LEFT</answer>", add_special_tokens=False)
+    others = ("SOUTH", "NORTH")
+    assert find_answer(tokenizer, ids, others, action_token_ids(tokenizer, others)) is None
+
+
+# The term ------------------------------------------------------------------------------------------------------
+
+
+def test_the_loss_by_hand():
+    """Two of three completions name an action: - (sum p r + c H) / 3."""
+    objective = ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), entropy_coef=0.5)
+    p_NA = torch.tensor([[0.6, 0.2], [0.1, 0.1]], dtype=torch.float64)
+    rewards_BA = torch.tensor([[9.0, 9.0], [1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
+    named = [NamedAction(1, 4, 5), NamedAction(2, 4, 5)]
+    loss, sums = objective.loss([row.log() for row in p_NA.flatten()[:, None]], rewards_BA, named)
+    expected = 0.6 * 1.0 + 0.1 * 2.0
+    entropy = -(0.75 * torch.tensor(0.75).log() + 0.25 * torch.tensor(0.25).log()) + torch.tensor(2.0).log()
+    assert loss.item() == pytest.approx(-(expected + 0.5 * entropy.item()) / 3)
+    assert {name: value.item() for name, value in sums.items()} == pytest.approx(
+        {
+            "action/expected_reward": expected,
+            "action/entropy": entropy.item(),
+            "action/legal_probability": 1.0,
+        }
+    )
+
+
+def test_without_a_named_action_the_loss_is_zero():
+    objective = ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), entropy_coef=0.5)
+    loss, sums = objective.loss([], torch.zeros(3, 2), [])
+    assert loss.item() == 0.0
+    assert all(value.item() == 0.0 for value in sums.values())
+
+
+def test_advantages_are_zero_at_the_answer_alone():
+    advantages_BT = without_answers(torch.tensor([1.0, -2.0]), torch.zeros(2, 4), [NamedAction(1, 1, 3)])
+    assert advantages_BT.tolist() == [[1.0, 1.0, 1.0, 1.0], [-2.0, 0.0, 0.0, -2.0]]

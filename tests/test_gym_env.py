@@ -1,0 +1,143 @@
+"""Environments by name, with a step limit, and the one rollout."""
+
+import subprocess
+import sys
+from itertools import pairwise
+
+import gymnasium
+import numpy as np
+import pytest
+
+from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, lake_mdp
+from llm_policy.environments.gym_env import make_gym_environment, returns, steps
+from llm_policy.environments.mdp import optimal_policy, policy_return
+from llm_policy.errors import InputError
+from llm_policy.run_files import ROOT
+
+DOWN, RIGHT = 1, 2
+
+
+def play(env_id: str, actor, episodes: int = 1, seed: int = 0, **options) -> list:
+    return list(steps(make_gym_environment(env_id, **options).env, actor, episodes, seed))
+
+
+# Rollout -------------------------------------------------------------------------------------------------------
+
+
+def test_a_walk_by_hand():
+    """On the dry 4x4 lake DOWN, DOWN, RIGHT, DOWN, RIGHT, RIGHT leads over 4, 8, 9, 13, 14 to the goal, 15."""
+    next_action = {0: DOWN, 4: DOWN, 8: RIGHT, 9: DOWN, 13: RIGHT, 14: RIGHT}
+    walk = play("FrozenLake-v1", next_action.get, episodes=2, options={"is_slippery": False})
+    first, second = walk[:6], walk[6:]
+    assert [(t.observation, t.action, t.next_observation) for t in first] == [
+        (0, DOWN, 4), (4, DOWN, 8), (8, RIGHT, 9), (9, DOWN, 13), (13, RIGHT, 14), (14, RIGHT, 15),
+    ]  # fmt: skip
+    assert [t.reward for t in walk] == [0, 0, 0, 0, 0, 1] * 2
+    assert [t.terminated for t in walk] == [False] * 5 + [True] + [False] * 5 + [True]
+    assert not any(t.truncated for t in walk)
+    assert [t.episode for t in walk] == [0] * 6 + [1] * 6
+    assert [t[1:] for t in second] == [t[1:] for t in first]
+
+
+def test_the_step_limit_truncates_and_does_not_terminate():
+    walk = play("CliffWalking-v1", lambda _: 0, horizon_steps=3)
+    assert [(t.terminated, t.truncated) for t in walk] == [(False, False), (False, False), (False, True)]
+    assert returns(make_gym_environment("CliffWalking-v1", None, 3).env, lambda _: 0, 2, 0) == [-3.0, -3.0]
+
+
+def test_steps_follow_their_seed_and_episodes_differ():
+    pole = make_gym_environment("CartPole-v1").env
+    first, again, other = (returns(pole, lambda _: 0, 5, seed) for seed in (0, 0, 1))
+    assert first == again != other
+    starts = [t.observation.tolist() for seed in (0, 1) for t in steps(pole, lambda _: 0, 3, seed)]
+    assert len(set(map(str, starts))) == len(starts)
+
+
+def test_a_transition_keeps_its_own_observations():
+    """A record must not change when the environment moves on."""
+    walk = play("CartPole-v1", lambda vector: int(vector[2] > 0))
+    for here, there in pairwise(walk):
+        assert np.array_equal(here.next_observation, there.observation)
+        assert not np.array_equal(here.observation, here.next_observation)
+
+
+def test_steps_are_played_when_they_are_asked_for():
+    """A learner that stops early pays for no further step."""
+    asked = []
+
+    def actor(state):
+        asked.append(state)
+        return DOWN
+
+    walk = steps(make_gym_environment("FrozenLake-v1").env, actor, 100, 0)
+    assert not asked
+    next(walk)
+    assert len(asked) == 1
+
+
+def test_no_episodes():
+    assert returns(make_gym_environment("FrozenLake-v1").env, lambda _: 0, 0, 0) == []
+
+
+def test_returns_agree_with_the_exact_value():
+    lake = make_gym_environment("FrozenLake-v1")
+    policy_SA = optimal_policy(lake_mdp(CANONICAL_GRIDS["4x4"]))
+    found = returns(lake.env, lambda state: int(policy_SA[state].argmax()), 1000, seed=0)
+    exact = policy_return(lake.mdp, policy_SA, horizon_steps=100)
+    assert exact == pytest.approx(0.7402, abs=1e-4)
+    assert abs(np.mean(found) - exact) < 4 * np.sqrt(exact * (1 - exact) / 1000)
+
+
+# Environments --------------------------------------------------------------------------------------------------
+
+ENVIRONMENTS = [
+    # name, options, step limit asked for -> id, step limit, has a transition table
+    ("FrozenLake-v1", {}, None, "FrozenLake-v1", 100, True),
+    ("FrozenLake", {"map_name": "8x8"}, None, "FrozenLake-v1", 100, True),
+    ("FrozenLake-v1", {}, 7, "FrozenLake-v1", 7, True),
+    ("CliffWalking-v1", {}, None, "CliffWalking-v1", 100, True),  # has no limit of its own
+    ("MountainCarContinuous-v0", {}, None, "MountainCarContinuous-v0", 999, False),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "options", "asked", "env_id", "horizon_steps", "has_table"), ENVIRONMENTS)
+def test_environments(name, options, asked, env_id, horizon_steps, has_table):
+    made = make_gym_environment(name, options, asked)
+    assert (made.env_id, made.horizon_steps, made.mdp is not None) == (env_id, horizon_steps, has_table)
+    assert made.options == options
+
+
+def test_missing_mujoco_is_named(monkeypatch):
+    def missing(*_, **__):
+        raise gymnasium.error.DependencyNotInstalled('MuJoCo is not installed, run `pip install "gymnasium[mujoco]"`')
+
+    monkeypatch.setattr(gymnasium, "make", missing)
+    with pytest.raises(InputError, match=r"--env_id Swimmer-v5: .*pip install -r requirements-mujoco.txt"):
+        make_gym_environment("Swimmer-v5")
+
+
+BAD_ENVIRONMENTS = [
+    ("FrozenLakee-v1", {}, r"--env_id FrozenLakee-v1: .*Did you mean: `FrozenLake`"),
+    ("FrozenLake-v9", {}, "--env_id FrozenLake-v9: "),
+    ("ALE/Pong-v5", {}, "--env_id ALE/Pong-v5: "),
+    ("frozen lake", {}, "--env_id frozen lake: "),
+    ("", {}, "--env_id : "),
+    ("nowhere:Lake-v1", {}, "--env_id nowhere:Lake-v1: a package is missing"),
+    ("FrozenLake-v1", {"colour": "blue"}, r"--env_options \{'colour': 'blue'\}: .*colour"),
+    ("FrozenLake-v1", {"map_name": "3x3"}, r"--env_options .*3x3"),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("env_id", "options", "message"), BAD_ENVIRONMENTS)
+def test_bad_environments(env_id, options, message):
+    with pytest.raises(InputError, match=message) as error:
+        make_gym_environment(env_id, options)
+    assert "\n" not in str(error.value)
+
+
+def test_no_language_model_is_loaded():
+    code = "import sys, llm_policy.environments.gym_env; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

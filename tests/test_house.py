@@ -1,0 +1,28 @@
+"""The one rule of the house that import-linter cannot see, because the root's modules are no packages."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = {"train_script", "evaluate_policy", "search_policy", "report"}
+FILES = [
+    *ROOT.glob("*.py"),
+    *(path for room in ("llm_policy", "tasks", "benchmarks", "results", "data") for path in (ROOT / room).rglob("*.py")),
+]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_scripts_are_imported_by_nobody(path):
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            imported.add(str(node.module).partition(".")[0])
+        elif isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+    assert not imported & SCRIPTS
+
+
+def test_all_scripts_are_there():
+    assert {path.stem for path in ROOT.glob("*.py")} == SCRIPTS | {"prompts", "rewards"}

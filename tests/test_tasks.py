@@ -1,0 +1,129 @@
+"""The contract: a task is one file and one entry, and trains, resumes and is judged; what it lacks is said in a line."""
+
+import json
+import sys
+
+import arithmetic_task
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_train_script import metrics_of, small_run
+
+import tasks
+import train_script
+from llm_policy.errors import InputError, run_script
+
+NO_PICTURES = ("--report_to", "none")
+
+
+@pytest.fixture
+def arithmetic(monkeypatch):
+    monkeypatch.setitem(tasks.TASKS, "arithmetic", arithmetic_task.__name__)
+    return ("--task", "arithmetic", "--objective", "grpo", *NO_PICTURES)
+
+
+@pytest.fixture(autouse=True)
+def no_lake_options(monkeypatch, tmp_path):
+    """configs/laptop.yaml names options of the lake's rewards, which another task does not have."""
+    lines = (train_script.run_files.ROOT / "configs/laptop.yaml").read_text().splitlines()
+    own = ("cap_bonus", "optimal_bonus", "observation")
+    (tmp_path / "any_task.yaml").write_text("\n".join(line for line in lines if not line.startswith(own)))
+
+
+def arguments_of(model, tmp_path, name: str, *more) -> list[str]:
+    arguments = [a for a in small_run(model, tmp_path / name, *more)]
+    del arguments[arguments.index("--episodes") :][:0]
+    place = arguments.index("--episodes")
+    del arguments[place : place + 2]  # an option of tasks with episodes
+    arguments[arguments.index("--config") + 1] = str(tmp_path / "any_task.yaml")
+    return arguments
+
+
+def test_another_task_trains_and_is_judged(arithmetic, answering_llama, tmp_path, capsys):
+    more = (*arithmetic, "--right_reward", "2", "--reward_weights", "1", "0.5")
+    assert train_script.main(arguments_of(answering_llama, tmp_path, "out", *more)) == 0
+    out = tmp_path / "out"
+    assert json.loads((out / "run.json").read_text())["task"] == "arithmetic"
+    lines = metrics_of(out)
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all("rewards/sum_reward/mean" in line and "policy/accuracy" in line for line in lines)
+    assert not any("success" in name or "optimal_states" in name for line in lines for name in line)
+    result = (out / "result.txt").read_text()
+    for name in ("untrained, greedy", "trained, greedy", "trained, sampled"):
+        assert f"{name}: " in result
+    assert "sums are right (warm start 2 steps, GRPO 2)" in result.splitlines()[-1]
+    assert "accuracy" in capsys.readouterr().out
+
+
+def test_another_task_resumes_to_the_same_adapter(arithmetic, answering_llama, tmp_path, monkeypatch):
+    whole = arguments_of(answering_llama, tmp_path, "whole", *arithmetic)
+    assert train_script.main(whole) == 0
+    parts = arguments_of(answering_llama, tmp_path, "parts", *arithmetic)
+
+    class Killed(Exception):
+        pass
+
+    step, calls = torch.optim.AdamW.step, []
+
+    def killed(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 4:  # two steps of the warm start, one of GRPO
+            raise Killed
+        return step(*arguments, **options)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(torch.optim.AdamW, "step", killed)
+        train_script.main(parts)
+    assert train_script.main([*parts, "--resume_from_checkpoint", "auto"]) == 0
+    one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert (tmp_path / "parts/result.txt").read_text() == (tmp_path / "whole/result.txt").read_text()
+
+
+BAD_INPUT = [
+    (("--task", "nonsense"), "--task nonsense: expected one of frozen_lake, cliff_walking, taxi, arithmetic"),
+    (("--objective", "expected"), "--objective expected: --task arithmetic knows no reward for every legal answer"),
+    (("--reward_weights", "1", "1", "1"), "--reward_weights [1.0, 1.0, 1.0]: expected one for each of sum_reward, "),
+    (("--is_slippery", "false"), "unknown arguments: --is_slippery"),
+]
+
+
+@pytest.mark.parametrize(("more", "message"), BAD_INPUT, ids=[more[0] for more, _ in BAD_INPUT])
+def test_what_a_task_lacks_is_one_line(more, message, arithmetic, answering_llama, tmp_path, monkeypatch, capsys):
+    arguments = arguments_of(answering_llama, tmp_path, "out", *arithmetic, *more)
+    monkeypatch.setattr(sys, "argv", ["train_script.py", *arguments])
+    with pytest.raises(SystemExit) as leaving:
+        run_script(train_script.main)
+    assert leaving.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert message in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_warm_start_needs_replies_to_teach(arithmetic, answering_llama, tmp_path, monkeypatch):
+    make_task = arithmetic_task.make_task
+
+    def without_lessons(*arguments):
+        task = make_task(*arguments)
+        return tasks.Task(task.rows, task.reward_functions, task.judge, task.is_answer)
+
+    monkeypatch.setattr(arithmetic_task, "make_task", without_lessons)
+    with pytest.raises(InputError, match="--warm_start always: --task arithmetic has no replies to teach"):
+        train_script.main(arguments_of(answering_llama, tmp_path, "out", *arithmetic))
+    more = (*arithmetic, "--warm_start", "auto", "--max_steps", 1)
+    assert train_script.main(arguments_of(answering_llama, tmp_path, "out", *more)) == 0
+
+
+@pytest.mark.parametrize("name", ["cliff_walking", "taxi"])
+def test_environments_without_maps_train_and_are_judged(name, taught, tmp_path):
+    config = train_script.run_files.ROOT / f"configs/{name}.yaml"
+    arguments = small_run(taught("llama"), tmp_path / "out", *NO_PICTURES, "--task", name, "--episodes", "5")
+    arguments[arguments.index("--config") + 1] = str(config)
+    assert train_script.main([*arguments, "--max_steps", "1", "--samples_per_state", "0"]) == 0
+    policies = json.loads((tmp_path / "out/evaluation.json").read_text())["policies"]
+    judged = {policy["policy"].partition(" (")[0]: policy for policy in policies}
+    assert judged["optimal"]["percent_of_optimal"] == pytest.approx(100.0)
+    assert judged["uniform random"]["percent_of_optimal"] == pytest.approx(0.0)
+    assert judged["optimal"]["return_at_horizon"] == pytest.approx({"cliff_walking": -13, "taxi": 7.93}[name])
+    assert "trained, greedy" in judged
+    assert (tmp_path / "out/policy.png").stat().st_size > 1000
