@@ -4,16 +4,13 @@
     python report.py --check    # changes nothing; exit code 1 where a section is out of date
 
 A section stands between `<!-- NAME: written by report.py -->` and `<!-- end of NAME -->`, in any of these files.
-Nothing but results/ and the dates of commits is read, and nothing is trained.
-
-exit codes: 0 done, 1 out of date (--check), 2 the input cannot be used (one line says why)
+Only results/ and the dates of commits are read, and nothing is trained. Exit code 1: out of date (--check).
 """
 
 from llm_policy.startup import announce
 
 announce(__name__, "NumPy and matplotlib")
 
-import argparse
 import json
 import os
 import re
@@ -22,11 +19,13 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
+from llm_policy.command_line import parse_arguments
 from llm_policy.environments.frozen_lake import ACTIONS, Grid, acting_states, lake_mdp, leads_to_goal
 from llm_policy.environments.mdp import AGREEMENT_GAMMA, OPTIMAL_PERCENT, optimal_actions, optimal_q
 from llm_policy.errors import InputError, run_script
@@ -686,19 +685,15 @@ def write_pictures(results: Mapping[str, list[dict]]) -> None:
         write_curves(on_maps, pictures / f"{name}.png", title, "percent_of_optimal", "percent of the optimum")
 
 
-class Parser(argparse.ArgumentParser):
-    """Its errors are an `InputError` of one line, without the usage."""
+@dataclass
+class ReportArguments:
+    """What to do with the documents."""
 
-    def error(self, message: str):
-        raise InputError(f"{message}; see --help")
+    check: bool = field(default=False, metadata={"help": "Change nothing; exit code 1 where a section is out of date."})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit code 1 where a section is out of date"
-    )
-    arguments = parser.parse_args(argv)
+    (arguments,), _ = parse_arguments(argv, (ReportArguments,), description=__doc__)
     results = training_results()
     if not results:
         raise InputError("results/: holds no finished seeds yet; results/run.py makes them")

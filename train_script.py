@@ -7,8 +7,8 @@
     python train_script.py --resume_from_checkpoint auto           # resume after a kill
     sbatch train_script.sh                                         # cluster
 
-Options of TRL's GRPOConfig and ModelConfig work here, or are refused in one line; flags win over the YAML file.
-SIGTERM or SIGUSR1 ends a run after a checkpoint, with exit code 75. Departures from TRL: llm_policy/grpo/trainer.py.
+Options of TRL's GRPOConfig and ModelConfig work here, or are refused in one line. SIGTERM or SIGUSR1 ends a run after a
+checkpoint, with exit code 75. Departures from TRL: llm_policy/grpo/trainer.py.
 """
 
 from llm_policy.startup import announce
@@ -16,6 +16,7 @@ from llm_policy.startup import announce
 announce(__name__)
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.grpo.warm_start import warm_started
 from llm_policy.hardware import device_text
 from llm_policy.models import context_tokens, load_tokenizer
+from llm_policy.number_format import number_format
 from tasks import Judge, Task, task_module
 
 UNTRAINED_FILE = "untrained.json"
@@ -52,6 +54,7 @@ class Options:
     training: GRPOConfig
     model: ModelConfig
     config: str  # path of the YAML file
+    note: str = ""  # on the number format
 
     @property
     def groups(self) -> tuple:
@@ -66,16 +69,22 @@ class Options:
         return self.script.check != "only"
 
 
-def default_config() -> Path:
-    return run_files.ROOT / "configs" / ("gemma_2b_it.yaml" if torch.cuda.is_available() else "laptop.yaml")
+def default_config(task: str) -> Path:
+    """configs/TASK.yaml where there is one, else by hardware."""
+    configs = run_files.ROOT / "configs"
+    by_hardware = "gemma_2b_it.yaml" if torch.cuda.is_available() else "laptop.yaml"
+    return next(path for path in (configs / f"{task}.yaml", configs / by_hardware) if path.exists())
 
 
 def read_options(argv: Sequence[str] | None) -> Options:
     """Command line and YAML file -> options; one-line `InputError`s."""
-    task = read_option(argv, "task", "frozen_lake", default_config())
+    argv = sys.argv[1:] if argv is None else list(argv)
+    task = read_option(argv, "task", "frozen_lake")
+    config = default_config(task)
     groups = (rules.ScriptArguments, task_module(task).Arguments, GRPOConfig, ModelConfig)
-    parsed, config = parse_arguments(argv, groups, description=__doc__, default_config=default_config())
-    return Options(*parsed, config)
+    chosen, note = number_format(argv, config)
+    parsed, path = parse_arguments([*argv, *chosen], groups, description=__doc__, default_config=config)
+    return Options(*parsed, path, note)
 
 
 @disk_errors(f"free space, then {lifecycle.RESUME}")
@@ -85,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     on_gpu = training.device.type == "cuda"
     hardware = "CUDA" if on_gpu else "CPU"
     print(f"{hardware}: {options.config} with {options.model.model_name_or_path}, seed {training.seed}", flush=True)
+    if options.note:
+        print(options.note, flush=True)
     if not on_gpu and not training.use_cpu:
         print(f"{options.config} is made for a GPU, and there is none here; configs/laptop.yaml is made for a CPU")
     rules.check_arguments(script, training, options.model)
@@ -179,7 +190,8 @@ def train(options: Options) -> int:
     verdict = f"verdict: {in_words} (warm start {warm_start['steps']} steps, GRPO {steps})"
     run_files.write_whole(output_dir / run_files.RESULT_FILE, f"{comparison.text}{verdict}\n")
     comparison.save(output_dir)
-    print(f"{verdict}\nsaved {output_dir}: {', '.join(sorted(p.name for p in output_dir.iterdir() if p.is_file()))}")
+    files = sorted(path.name for path in output_dir.iterdir() if path.is_file() and not path.name.startswith("."))
+    print(f"{verdict}\nsaved {output_dir}: {', '.join(files)}")
     return 0
 
 

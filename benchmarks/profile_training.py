@@ -26,16 +26,16 @@ announce(
 
 import torch
 from peft import LoraConfig, get_peft_model
-from step_time import Meter, build, one_step
+from step_time import LAKE, WORDS, Meter, build, is_answer, lessons, one_step
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, acting_states
-from llm_policy.environments.policy_table import PolicyReader
+from llm_policy.chat import Reader
 from llm_policy.errors import run_script
 from llm_policy.grpo.warm_start import teach_format
 from llm_policy.hardware import processor_name
 from llm_policy.models import EMBEDDED_MODEL, ROOT, load_model, load_tokenizer
+from tasks.tabular import TableJudge
 
 WARM_START_STEPS, GRPO_STEPS, EVALUATIONS = 5, 30, 7  # of a run of configs/laptop.yaml that learns in 30 steps
 WARM_START_PROMPTS = 6
@@ -76,18 +76,18 @@ def main() -> None:
     phases["loading the model"] = (seconds(lambda: load_model(EMBEDDED_MODEL)), 2)  # again to join the adapters
 
     tokenizer, model = load_tokenizer(EMBEDDED_MODEL), load_model(EMBEDDED_MODEL)
-    grid = CANONICAL_GRIDS["4x4"]
-    cells = [(grid, state) for state in acting_states(grid)]
-    reader = PolicyReader(tokenizer, is_slippery=True, max_completion_tokens=32)
+    reader = Reader(tokenizer, max_completion_tokens=32)
+    judge = TableJudge([LAKE], WORDS, reader, {})
     student = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     say(f"timing {WARM_START_STEPS} steps of the warm start, with its check ...")
-    options = {"prompts_per_step": WARM_START_PROMPTS, "learning_rate": 1e-3, "threshold": 2.0, "seed": 0}
-    warm_start = seconds(lambda: teach_format(student, tokenizer, reader, cells, max_steps=WARM_START_STEPS, **options))
+    options = {"max_steps": WARM_START_STEPS, "prompts_per_step": WARM_START_PROMPTS, "learning_rate": 1e-3}
+    options |= {"threshold": 2.0, "seed": 0}
+    warm_start = seconds(lambda: teach_format(student, reader, lessons(), is_answer, **options))
     phases["warm start, with its check"] = (warm_start, 1)
     say("timing the evaluations ...")
-    reader.policies(student, [grid])
-    phases["evaluation, greedy"] = (seconds(lambda: reader.policies(student, [grid])), EVALUATIONS)
-    phases["evaluation, 8 samples a state"] = (seconds(lambda: reader.policies(student, [grid], 8)), 1)
+    judge.answers(student)
+    phases["evaluation, greedy"] = (seconds(lambda: judge.answers(student)), EVALUATIONS)
+    phases["evaluation, 8 samples per state"] = (seconds(lambda: judge.answers(student, 8)), 1)
 
     with tempfile.TemporaryDirectory() as folder:
         say("teaching the answer format to the model whose steps are timed ...")

@@ -36,16 +36,18 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GemmaConfig, PrinterCallback, set_seed
 from trl import GRPOConfig
 
-from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, acting_states
-from llm_policy.environments.policy_table import PolicyReader
+from llm_policy.chat import Reader, fit_to_template, reply_token_ids
+from llm_policy.completions import action_index
+from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
 from llm_policy.errors import run_script
 from llm_policy.grpo.trainer import PolicyTrainer
-from llm_policy.grpo.warm_start import teach_format
+from llm_policy.grpo.warm_start import Lesson, teach_format
 from llm_policy.hardware import processor_name
 from llm_policy.models import EMBEDDED_MODEL, load_model, load_tokenizer
-from prompts import fit_to_template, policy_messages
+from tasks.frozen_lake import lake_words
 
 PATHS = {"stock TRL": False, "packed": True}
+LAKE, WORDS = FrozenLake(CANONICAL_GRIDS["4x4"]), lake_words("coordinates")
 
 
 class Meter:
@@ -87,6 +89,19 @@ def random_reward(completions, **_) -> list[float]:
     return np.random.default_rng(len(completions)).random(len(completions)).tolist()
 
 
+def lessons() -> list[Lesson]:
+    """What the warm start teaches on the 4x4 lake."""
+    actions = range(len(LAKE.actions))
+    return [
+        (WORDS.messages(LAKE, state), [WORDS.reply(LAKE, state, action) for action in actions])
+        for state in LAKE.acting_states
+    ]
+
+
+def is_answer(text: str) -> bool:
+    return action_index(text, LAKE.actions) is not None
+
+
 def build(path: str, arguments: argparse.Namespace, folder: str) -> PolicyTrainer:
     """One trainer on its own copy of the model; `path` is a key of `PATHS`."""
     set_seed(0)
@@ -102,17 +117,14 @@ def build(path: str, arguments: argparse.Namespace, folder: str) -> PolicyTraine
     else:
         model = load_model(EMBEDDED_MODEL)
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    grid = CANONICAL_GRIDS["4x4"]
-    reader = PolicyReader(tokenizer, is_slippery=True)
     if arguments.taught:
         student = get_peft_model(model, lora)
-        cells = [(grid, state) for state in acting_states(grid)]
-        teach_format(student, tokenizer, reader, cells, max_steps=60, prompts_per_step=6, learning_rate=1e-3,
-                     threshold=0.9, seed=0)  # fmt: skip
+        teach_format(student, Reader(tokenizer), lessons(), is_answer, max_steps=60, prompts_per_step=6,
+                     learning_rate=1e-3, threshold=0.9, seed=0)  # fmt: skip
         model = student.merge_and_unload()
     model = get_peft_model(model, lora)
-    states = (acting_states(grid) * arguments.prompts)[: arguments.prompts]
-    rows = [{"prompt": fit_to_template(policy_messages(grid, s, True), tokenizer), "state": s} for s in states]
+    states = (LAKE.acting_states * arguments.prompts)[: arguments.prompts]
+    rows = [{"prompt": fit_to_template(WORDS.messages(LAKE, s), tokenizer), "state": s} for s in states]
     completions = arguments.prompts * arguments.group
     training = GRPOConfig(
         output_dir=folder,
@@ -137,7 +149,7 @@ def build(path: str, arguments: argparse.Namespace, folder: str) -> PolicyTraine
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
         packed=PATHS[path],
-        guesses=lambda rows: [reader.guess(grid, row["state"]) for row in rows],
+        guesses=lambda rows: [reply_token_ids(WORDS.reply(LAKE, row["state"], 0), tokenizer) for row in rows],
     )
     trainer.remove_callback(PrinterCallback)
     return trainer

@@ -37,9 +37,7 @@ def check_adapter_options(model_config: ModelConfig) -> None:
             )
 
 
-def model_to_train(
-    model_config: ModelConfig, device: torch.device
-) -> tuple[PreTrainedModel, LoraConfig, list[Path]]:
+def model_to_train(model_config: ModelConfig, device: torch.device) -> tuple[PreTrainedModel, LoraConfig, list[Path]]:
     """The model, the LoRA to train on it, and the adapter folders that are merged into the model.
 
     There is one such folder where `--model_name_or_path` is an adapter, else none. `InputError` where the model has no
@@ -91,8 +89,8 @@ def check_joinable(folder: Path, config: PeftConfig) -> None:
     if not isinstance(config, LoraConfig) or odd or isinstance(config.target_modules, str):
         kind = odd[0] if odd else "target_modules as a pattern" if isinstance(config, LoraConfig) else config.peft_type
         raise InputError(
-            f"{folder}: an adapter with {kind} cannot be trained further here, because it is joined with the new one in "
-            "the end; merge it into its model (PEFT's merge_and_unload) and start from that"
+            f"{folder}: an adapter with {kind} cannot be trained further here, because it is joined with the new one "
+            "in the end; merge it into its model (PEFT's merge_and_unload) and start from that"
         )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -40,9 +41,8 @@ def prompt_token_ids(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> 
 
     The same call as TRL makes for conversational prompts, so that warm start, evaluation and training agree.
     """
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)[
-        "input_ids"
-    ]
+    encoding: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return encoding["input_ids"]
 
 
 def check_prompt(
@@ -129,6 +129,6 @@ class Reader:
             sampling_config(model, self.tokenizer, self.max_completion_tokens, temperature=float(samples > 0)),
             max(samples, 1),
             self.rows_per_batch,
-            guesses=guesses and [reply_token_ids(guess, self.tokenizer) for guess in guesses],
+            guesses=None if guesses is None else [reply_token_ids(guess, self.tokenizer) for guess in guesses],
         )
         return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)

@@ -41,14 +41,14 @@ def disk_refuses(error: Exception) -> bool:
 
 
 @contextmanager
-def writing(place: str | Path, remedy: str) -> Iterator[None]:
-    """Around the write of `place`: one line where that fails (full, read-only, no permission), then `remedy`."""
+def writing(path: str | Path, remedy: str) -> Iterator[None]:
+    """Around the write of `path`: one line where that fails (full, read-only, no permission), then `remedy`."""
     try:
         yield
     except WRITE_ERRORS as error:
         if isinstance(error, RuntimeError) and not disk_refuses(error):
             raise  # out of GPU memory, say
-        raise InputError(f"{place}: cannot be written ({' '.join(str(error).split())}); {remedy}") from error
+        raise InputError(f"{path}: cannot be written ({' '.join(str(error).split())}); {remedy}") from error
 
 
 @contextmanager

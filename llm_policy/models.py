@@ -51,9 +51,9 @@ def load_tokenizer(name_or_path: str | Path, revision: str = "main") -> PreTrain
     It pads on the left, as generation needs, and its padding token is set: its own, or the end token for want of one.
     Raises `InputError` as `load_model` does, and where there is no tokenizer.
     """
-    place, options = locate(name_or_path, revision)
-    if is_adapter(place) and not (Path(place) / "tokenizer_config.json").is_file():
-        place, options = locate(*base_of_adapter(place))
+    source, options = locate(name_or_path, revision)
+    if is_adapter(source) and not (Path(source) / "tokenizer_config.json").is_file():
+        source, options = locate(*base_of_adapter(source))
     with input_errors(name_or_path, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(**options, padding_side="left")
     if tokenizer.pad_token is None:
@@ -84,12 +84,12 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype {dtype!r} is unknown, expected one of {', '.join(DTYPES)}")
-    place, options = locate(name_or_path, revision)
-    if is_adapter(place):
-        name, revision = base_of_adapter(place)
+    source, options = locate(name_or_path, revision)
+    if is_adapter(source):
+        name, revision = base_of_adapter(source)
         base = load_model(name, dtype, attn_implementation, quantization_config, device_map, revision)
         with input_errors(name_or_path, "adapter"):
-            return PeftModel.from_pretrained(base, place)
+            return PeftModel.from_pretrained(base, source)
     if "gguf_file" in options:
         if quantization_config is not None:
             raise InputError(f"{name_or_path}: a GGUF file is quantised already; leave out the quantisation options")
@@ -114,7 +114,7 @@ def load_model(
             f"{name_or_path}: {len(missing)} weights are missing ({missing[0]}, ...); fetch the model again"
         )
     if "gguf_file" in options:
-        model.name_or_path = model.config._name_or_path = str(place)  # peft and trl look here for an adapter's base
+        model.name_or_path = model.config._name_or_path = str(source)  # peft and trl look here for an adapter's base
     return model
 
 
@@ -171,9 +171,9 @@ def hub_answers(name: str, revision: str = "main") -> bool:
     return True
 
 
-def is_adapter(place: str | Path) -> bool:
-    """Whether `place` is a folder with a PEFT adapter and not with a model of its own."""
-    return (Path(place) / "adapter_config.json").is_file() and not (Path(place) / "config.json").is_file()
+def is_adapter(source: str | Path) -> bool:
+    """Whether `source` is a folder with a PEFT adapter and not with a model of its own."""
+    return (Path(source) / "adapter_config.json").is_file() and not (Path(source) / "config.json").is_file()
 
 
 def base_of_adapter(folder: str | Path) -> tuple[str, str]:

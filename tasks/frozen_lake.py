@@ -20,11 +20,9 @@ class Arguments(ExpertArguments):
 
     is_slippery: bool = field(default=True, metadata={"help": "The dynamics that the CSV was made for."})
     observation: str = field(
-        default="coordinates", metadata={"help": f"What the model sees of a state: {', '.join(OBSERVATIONS)}."}
+        default="coordinates", metadata={"help": f"What the model sees: {', '.join(OBSERVATIONS)}."}
     )
-    test_maps: int = field(
-        default=0, metadata={"help": "Hold out so many of the CSV's maps and judge on them. 0: on those trained on."}
-    )
+    test_maps: int = field(default=0, metadata={"help": "Hold out so many of the CSV's maps to judge on."})
     test_map_seed: int = field(default=1, metadata={"help": "Of the draw of test maps."})
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from transformers import PreTrainedTokenizerBase
 
-from llm_policy.chat import Messages, check_prompt, prompt_token_ids
+from llm_policy.chat import Messages, check_prompt, prompt_token_ids, reply_token_ids
 from llm_policy.environments.frozen_lake import ACTIONS, FrozenLake, parse_state_text
 from llm_policy.environments.mdp import OPTIMAL_TOLERANCE, optimal_actions
 from llm_policy.environments.policy_table import best_actions
@@ -55,6 +55,7 @@ def lint(
     context_tokens: int,
     max_completion_tokens: int,
     unseen: Sequence[TableEnvironment] = (),
+    replies: Sequence[str] = (),
 ) -> list[Finding]:
     """All findings, errors first.
 
@@ -64,12 +65,14 @@ def lint(
         shaping: the reward in use.
         context_tokens: what the model can read; prompt and completion together must not be longer.
         unseen: environments that training must not show.
+        replies: what the warm start teaches.
     """
     lake = expert["environment"].iloc[0] if isinstance(expert["environment"].iloc[0], FrozenLake) else None
     findings = [
         *_same_prompts(expert, prompts),
         *(_examples(expert, prompts, lake.is_slippery) if lake else ()),
         *_token_ids(prompts, tokenizer, context_tokens, max_completion_tokens),
+        *_cut_replies(replies, tokenizer, max_completion_tokens),
         *(_unsaid_dynamics(prompts, lake.is_slippery) if lake else ()),
         *(_lake_dynamics(expert, lake.is_slippery) if lake else _dynamics(expert)),
         *_overlap(expert, unseen),
@@ -173,6 +176,20 @@ def _token_ids(
         )
         findings.append(Finding("prompt tokens", message, is_error=True))
     return findings
+
+
+def _cut_replies(
+    replies: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_completion_tokens: int
+) -> list[Finding]:
+    """Replies that the warm start teaches and that no completion can hold."""
+    longest = max((len(reply_token_ids(reply, tokenizer)) for reply in replies), default=0)
+    if longest <= max_completion_tokens:
+        return []
+    message = (
+        f"the warm start teaches replies of up to {longest} tokens, and completions are cut at "
+        f"{max_completion_tokens}, so that they cannot be well-formed; raise --max_completion_length"
+    )
+    return [Finding("cut replies", message)]
 
 
 def bellman_residual(expert: pd.DataFrame, is_slippery: bool | None = None) -> tuple[float, float]:

@@ -46,19 +46,14 @@ class ExpertArguments:
 
     expert_csv: str = field(
         default=str(ROOT / "expert_demos_batched_avg_q.csv"),
-        metadata={"help": "The expert's Q-values (llm_policy/environments/expert_q.py makes such a file)."},
+        metadata={"help": "The expert's Q-values (environments/expert_q.py)."},
     )
-    reward_shape: str = field(
-        default="minmax", metadata={"help": f"Q-values to rewards in [0, 1]: {', '.join(REWARD_SHAPES)}."}
-    )
+    reward_shape: str = field(default="minmax", metadata={"help": f"Q-values to rewards: {', '.join(REWARD_SHAPES)}."})
     optimal_bonus: float = field(default=0.2, metadata={"help": "Added to the reward of an optimal action."})
     cap_bonus: bool = field(default=True, metadata={"help": "Cut reward + bonus at 1, as the original did."})
     balance_actions: float = field(
         default=0.0,
-        metadata={
-            "help": "Share of the states that are drawn so that each action is the best one equally often. 0: each "
-            "state in turn."
-        },
+        metadata={"help": "Share of states drawn so that each action is best equally often."},
     )
     episodes: int = field(default=1000, metadata={"help": "Simulated episodes beside the exact figures."})
 
@@ -167,7 +162,7 @@ class TableJudge:
                 "mutual_information": mutual_information(policies_SA, environments),
             },
             verdict=verdict,
-            is_optimal=min(score.percent_of_optimal for score in scores) >= OPTIMAL_PERCENT,
+            is_optimal=means["percent_of_optimal"] >= OPTIMAL_PERCENT,  # where the verdict is "learned"
             draw=draw,
         )
 
@@ -234,8 +229,13 @@ def table_task(
             "reward/optimal policy": float(rewards_PA.max(axis=1).mean()),
         }
 
+    longest_name = max(range(len(actions)), key=lambda action: len(actions[action]))
+
     def findings(context_tokens: int) -> list[Finding]:
-        found = lint(expert, prompts, tokenizer, shaping, context_tokens, training.max_completion_length, unseen)
+        replies = [words.reply(*state, longest_name) for state in states]
+        found = lint(
+            expert, prompts, tokenizer, shaping, context_tokens, training.max_completion_length, unseen, replies
+        )
         return [
             replace(finding, source=arguments.expert_csv or str(expert["environment"].iloc[0])) for finding in found
         ]
@@ -263,9 +263,7 @@ def table_task(
 class ComputedExpertArguments(ExpertArguments):
     """Options of an environment without maps: its exact expert need not be read from a file."""
 
-    expert_csv: str = field(
-        default="", metadata={"help": "The expert's Q-values. Default: the exact ones, computed on the spot."}
-    )
+    expert_csv: str = field(default="", metadata={"help": "The expert's Q-values. Default: exact ones, computed."})
 
 
 def single_environment_task(
@@ -286,7 +284,10 @@ def single_environment_task(
 def single_environment_judge(
     environment: TableEnvironment, words: Words, settings: Mapping, reader: Reader, episodes: int, seed: int
 ) -> TableJudge:
-    """The judge of an environment without maps. `settings` may have `horizon_steps`."""
+    """The judge of an environment without maps. `settings` may have `horizon_steps`; `InputError` for a lake's."""
+    for option in ("map", "is_slippery", "observation"):
+        if option in settings:
+            raise InputError(f"--{option} {settings[option]}: is for lakes; {environment} has no such choice")
     return TableJudge([environment], words, reader, {}, episodes, seed, settings.get("horizon_steps"))
 
 
@@ -299,7 +300,7 @@ def exact_expert(environment: TableEnvironment) -> pd.DataFrame:
             "state_str": [environment.state_text(state) for state in states],
             "environment": pd.Series([environment] * len(states), dtype=object),
             "state": states,
-            "action": q_SA[states].argmax(axis=1),
+            "action": optimal_actions(q_SA[states]).argmax(axis=1),
             "q_values": pd.Series(q_SA[states].tolist(), dtype=object),
             "count": 1,
         }

@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 
 
 def taught_model(folder: Path, architecture: str, steps: int = 120, **options) -> Path:
-    """A tiny model whose answers are well-formed, with any action: groups then have variance and runs have gradients."""
+    """A tiny model whose answers are well-formed, with any action: groups have variance and runs have gradients."""
     build_tiny_model(folder, architecture, **options)
     model, tokenizer = load_model(folder, dtype="float32"), load_tokenizer(folder)
     reader, grid = Reader(tokenizer), CANONICAL_GRIDS["4x4"]

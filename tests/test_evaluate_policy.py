@@ -1,190 +1,42 @@
-"""Baselines by name, simulation against the exact value, the command and the files it leaves."""
+"""The command: models asked as they were trained, baselines by name, the files that it leaves, what it refuses."""
 
 import json
 import sys
+from types import SimpleNamespace
 
-import matplotlib
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 from tiny_models import build_tiny_model
 
-from evaluate_policy import (
-    EvaluatedPolicy,
-    baseline_table,
-    evaluate_policies,
-    is_baseline,
-    main,
-    model_policies,
-    print_table,
-    run_settings,
-    save_evaluation,
-    simulate,
-)
-from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, lake_mdp
-from llm_policy.environments.mdp import optimal_policy
-from llm_policy.environments.policy_table import ModelPolicies, constant_policy, score_policy, uniform_policy
+import evaluate_policy
+from evaluate_policy import EvaluationArguments, main, model_answers
+from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
+from llm_policy.environments.policy_table import constant_policy
 from llm_policy.errors import InputError, run_script
-from llm_policy.plots import policy_figure
+from tasks.tabular import TableJudge
 
 GRID = CANONICAL_GRIDS["4x4"]
-LEFT, DOWN, RIGHT, UP = range(4)
+RIGHT = 2
 
 
-def success(name: str, is_slippery: bool = True, grid=GRID) -> float:
-    *_, judged = evaluate_policies({name: [baseline_table(name, grid, is_slippery)]}, [grid], is_slippery, episodes=10)
-    return judged.mean("success_probability")
+# A model's answers -----------------------------------------------------------------------------------------------
 
 
-BASELINE_SCORES = [
-    # name, slippery, success without a step limit
-    ("random", True, 0.0139),
-    ("constant:LEFT", True, 0.0),
-    ("constant:DOWN", True, 0.0495),
-    ("constant:right", True, 0.032),
-    ("expert", True, 14 / 17),
-    ("expert", False, 1.0),
-    ("shortest-path", False, 1.0),
-    # Learned from 100,000 steps and five learners, and still the optimum
-    ("q-learning", True, 14 / 17),
-]
+def test_greedy_and_sampled_policies_of_a_model(monkeypatch):
+    def answers(model, samples=0) -> dict:
+        return {"policies": [np.full((16, 4), samples)], "format_validity": samples / 10}
 
+    for name in ("load_tokenizer", "load_model", "context_tokens", "check_prompt"):
+        monkeypatch.setattr(evaluate_policy, name, lambda *_, **__: torch.nn.Linear(1, 1))
+    judge = SimpleNamespace(answers=answers, first_prompt=lambda: [])
+    monkeypatch.setattr(evaluate_policy, "judge_of", lambda *_: judge)
 
-@pytest.mark.parametrize(("name", "is_slippery", "value"), BASELINE_SCORES)
-def test_baselines(name, is_slippery, value):
-    assert is_baseline(name)
-    assert success(name, is_slippery) == pytest.approx(value, abs=5e-4)
-
-
-@pytest.mark.parametrize("name", ["constant:NORTH", "constant", "constant:", "expert:now", "random:1", "oracle", ""])
-def test_unknown_baselines(name):
-    with pytest.raises(InputError, match=f"--policies '{name}': expected a run folder, a model or one of random"):
-        baseline_table(name, GRID, True)
-
-
-def test_a_model_is_no_baseline():
-    assert not any(is_baseline(name) for name in ("google/gemma-2b-it", "runs/laptop", "randomly"))
-
-
-# Simulation ----------------------------------------------------------------------------------------------------
-
-SIMULATED = [
-    # policy, slippery, exact success within 100 steps
-    (optimal_policy(lake_mdp(GRID)), True, 0.7402),
-    (constant_policy(16, DOWN), True, 0.0495),
-    (uniform_policy(16), True, 0.0139),
-    (optimal_policy(lake_mdp(GRID, False)), False, 1.0),
-]
-
-
-@pytest.mark.parametrize(("policy_SA", "is_slippery", "exact"), SIMULATED)
-def test_simulation_agrees_with_the_exact_value(policy_SA, is_slippery, exact):
-    episodes = 2000
-    successes = simulate(GRID, is_slippery, policy_SA, 100, episodes, seed=0)
-    assert abs(successes / episodes - exact) <= 4 * np.sqrt(exact * (1 - exact) / episodes)
-
-
-def test_simulation_stops_at_the_horizon():
-    policy_SA = optimal_policy(lake_mdp(GRID, False))
-    assert [simulate(GRID, False, policy_SA, steps, 3, seed=0) for steps in (5, 6)] == [0, 3]
-
-
-def test_simulation_follows_its_seed():
-    policy_SA = optimal_policy(lake_mdp(GRID))
-    counts = [simulate(GRID, True, policy_SA, 100, 300, seed) for seed in (0, 0, 1, 2)]
-    assert counts[0] == counts[1]
-    assert len(set(counts)) > 1
-
-
-INTERVALS = [
-    # successes, episodes, Wilson's 95 % interval (statsmodels.stats.proportion.proportion_confint)
-    (0, 10, 0.0, 0.2775),
-    (10, 10, 0.7225, 1.0),
-    (5, 10, 0.2366, 0.7634),
-    (740, 1000, 0.7119, 0.7662),
-    (1, 1000, 0.00018, 0.00565),
-]
-
-
-@pytest.mark.parametrize(("successes", "episodes", "low", "high"), INTERVALS)
-def test_wilson_interval(successes, episodes, low, high):
-    interval = EvaluatedPolicy("a policy", [], [], successes, episodes).simulated_interval
-    assert interval == pytest.approx((low, high), abs=1e-4)
-
-
-# The comparison ------------------------------------------------------------------------------------------------
-
-
-def test_optimum_random_and_the_best_constant_action_stand_in_front():
-    judged = evaluate_policies({"mine": [constant_policy(16, UP)]}, [GRID], True, validities={"mine": 0.5}, episodes=10)
-    assert [p.name for p in judged] == ["optimal", "uniform random", "best constant action (DOWN)", "mine"]
-    assert [p.format_validity for p in judged] == [None, None, None, 0.5]
-    text = print_table(judged, "FrozenLake")
-    for shown in ("0.8235", "0.7402", "0.0139", "0.0495", "11/11", "50 %", "0.7442"):
-        assert shown in text
-
-
-def test_several_maps_are_averaged():
-    grids = [("SFFG",), ("SFHG",)]
-    judged = evaluate_policies({"right": [constant_policy(4, RIGHT)] * 2}, grids, False, episodes=3)
-    assert judged[-1].mean("success_probability") == 0.5
-    assert judged[-1].simulated_episodes == 4
-    assert judged[-1].simulated_successes == 2
-    # LEFT is as good as anything on a map that cannot be crossed, so no single best action can be named
-    assert judged[2].name == "best constant action"
-
-
-def test_each_map_has_the_step_limit_of_its_size():
-    judged = evaluate_policies({}, [GRID, CANONICAL_GRIDS["8x8"]], True, episodes=2)
-    assert [score.horizon_steps for score in judged[0].scores] == [100, 200]
-    assert "in 100 or 200 steps" in " ".join(print_table(judged, "two lakes").split())
-
-
-def test_greedy_and_sampled_policies_of_a_model():
-    class Reader:
-        def policies(self, model, grids, samples=0):
-            return ModelPolicies([np.full((16, 4), samples)], samples / 10, [])
-
-    tables, validities = model_policies(None, Reader(), [GRID], "m", 4)
-    assert {name: t[0][0, 0] for name, t in tables.items()} == {"m, greedy": 0, "m, sampled": 4}
-    assert validities == {"m, greedy": 0.0, "m, sampled": 0.4}
-    assert list(model_policies(None, Reader(), [GRID], "m", 0)[0]) == ["m, greedy"]
-
-
-def test_evaluation_of_several_maps_names_every_action(tmp_path):
-    grids = [("SFF", "FHF", "FFG"), ("SHF", "FFF", "FHG"), ("SFF", "HHF", "FFG")]
-    tables = [baseline_table("shortest-path", grid, True) for grid in grids]
-    save_evaluation(evaluate_policies({"a model, greedy": tables}, grids, True, episodes=3), grids, True, tmp_path)
-    content = json.loads((tmp_path / "evaluation.json").read_text())
-    assert content["maps"] == ["SFF|FHF|FFG", "SHF|FFF|FHG", "SFF|HHF|FFG"]
-    judged = {policy["policy"]: policy for policy in content["policies"]}
-    assert set(judged["uniform random"]["actions"]) == {"." * 9}
-    policy = judged["a model, greedy"]
-    assert all(row != "." * 9 for row in policy["actions"])
-    for rows, letters, percent in zip(content["maps"], policy["actions"], policy["percents_of_optimal"], strict=True):
-        named = [np.full(4, 0.25) if letter == "." else np.eye(4)["LDRU".index(letter)] for letter in letters]
-        score = score_policy(tuple(rows.split("|")), True, np.array(named), 100)
-        assert percent == pytest.approx(score.percent_of_optimal, abs=0.01)
-    with Image.open(tmp_path / "policy.png") as picture:
-        assert picture.size == (3 * 3.0 * 120, 3.7 * 120)
-
-
-def test_arrows_point_where_the_policy_goes():
-    optimal_SA = np.eye(4, dtype=bool)[[RIGHT, RIGHT, LEFT]]
-    figure = policy_figure([("a lake", ("SFG",), np.eye(4)[[RIGHT, DOWN, LEFT]], optimal_SA)])
-    *_, right, down = figure.axes[0].patches
-    assert right.get_xy()[:, 0].max() == pytest.approx(0.88)
-    assert right.get_xy()[:, 1].max() < 0.6
-    assert down.get_xy()[:, 1].max() == pytest.approx(0.88), "y grows downwards"
-    green, red = (matplotlib.colors.to_rgb(colour) for colour in ("#1a8a4a", "#c0392b"))
-    assert (right.get_facecolor()[:3], down.get_facecolor()[:3]) == (green, red)
-
-
-def test_run_settings(tmp_path):
-    (tmp_path / "run.json").write_text('{"maps": ["SG"], "is_slippery": false}')
-    assert run_settings(tmp_path) == {"maps": ["SG"], "is_slippery": False}
-    assert run_settings(tmp_path / "nowhere") == {}
+    found = model_answers("m", {}, EvaluationArguments(["m"], samples_per_state=4), {})
+    assert {name: a["policies"][0][0, 0] for name, a in found.items()} == {"m, greedy": 0, "m, sampled": 4}
+    assert {name: a["format_validity"] for name, a in found.items()} == {"m, greedy": 0.0, "m, sampled": 0.4}
+    assert list(model_answers("m", {}, EvaluationArguments(["m"], samples_per_state=0), {})) == ["m, greedy"]
 
 
 def test_each_run_is_read_as_it_was_trained(tmp_path, monkeypatch):
@@ -196,30 +48,34 @@ def test_each_run_is_read_as_it_was_trained(tmp_path, monkeypatch):
         (tmp_path / name / "run.json").write_text(json.dumps(shared | own))
     seen = []
 
-    def policies(reader, model, grids, samples=0):
-        seen.append((reader.observation, reader.max_completion_tokens, reader.is_slippery, grids, model.dtype))
-        return ModelPolicies([constant_policy(len(g) * len(g[0]), RIGHT) for g in grids], 1.0, [])
+    def answers(judge, model, samples=0):
+        lakes, reader = judge.environments, judge.reader
+        first = judge.words.messages(lakes[0], 0)[1]["content"]
+        seen.append((judge.settings["observation"], first, reader.max_completion_tokens, lakes, model.dtype))
+        policies = [constant_policy(len(lake.mdp.terminal_S), RIGHT, 4) for lake in lakes]
+        return {"policies": policies, "format_validity": 1.0}
 
-    monkeypatch.setattr("evaluate_policy.PolicyReader.policies", policies)
+    monkeypatch.setattr(TableJudge, "answers", answers)
     runs = [str(tmp_path / name) for name in settings]
     arguments = ["--samples_per_state", "0", "--episodes", "2"]
     assert main(["--policies", *runs, *arguments]) == 0
-    of_both = (False, [("SFG",)], torch.float32)
-    assert seen == [("grid", 64, *of_both), ("spaced", 9, *of_both)]
+    of_both = ([FrozenLake(("SFG",), is_slippery=False)], torch.float32)
+    spaced = "You are at row 0, column 0.\nA F G\nLEFT: edge, DOWN: edge, RIGHT: ice, UP: edge."
+    assert seen == [("grid", "AFG", 64, *of_both), ("spaced", spaced, 9, *of_both)]
     (tmp_path / "two/run.json").write_text(json.dumps(shared | {"maps": ["SG"]}))
     with pytest.raises(InputError, match=r"of runs with other maps; judge them one by one or give --map"):
         main(["--policies", *runs, *arguments])
     assert main(["--policies", *runs, *arguments, "--map", "4x4"]) == 0
 
 
-# The command ---------------------------------------------------------------------------------------------------
+# The command -----------------------------------------------------------------------------------------------------
 
 
 def test_command_with_baselines(tmp_path, capsys):
     out = tmp_path / "out"
     assert main(["--policies", "random", "constant:left", "expert", "--episodes", "400", "--output_dir", str(out)]) == 0
     printed = capsys.readouterr().out
-    assert "FrozenLake SFFF|FHFH|FFFH|HFFG, slippery" in printed
+    assert "FrozenLake-v1 SFFF|FHFH|FFFH|HFFG, slippery" in printed
     assert f"saved {out}/evaluation.json" in printed
     content = json.loads((out / "evaluation.json").read_text())
     assert content["maps"] == ["|".join(GRID)]
@@ -241,7 +97,7 @@ def test_command_with_another_map(tmp_path, capsys):
     path = tmp_path / "map.txt"
     path.write_text("SFG\n")
     assert main(["--policies", "constant:RIGHT", "--map", str(path), "--is_slippery", "false", "--episodes", "5"]) == 0
-    assert "FrozenLake SFG, not slippery" in capsys.readouterr().out
+    assert "FrozenLake-v1 SFG, not slippery" in capsys.readouterr().out
 
 
 def test_command_with_a_model(tmp_path, capsys):
@@ -261,6 +117,35 @@ def test_command_with_a_model(tmp_path, capsys):
     capsys.readouterr()
 
 
+def test_command_with_another_task(tmp_path, capsys):
+    out, policies = tmp_path / "out", ["random", "expert", "constant:pickup"]
+    arguments = ["--task", "taxi", "--policies", *policies, "--episodes", "5", "--output_dir", str(out)]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0] == "Taxi-v4"
+    assert "return in 200 steps" in printed
+    content = json.loads((out / "evaluation.json").read_text())
+    assert content["env_id"] == "Taxi-v4"
+    random, expert, pickup = content["policies"][3:]
+    assert (random["percent_of_optimal"], expert["percent_of_optimal"]) == pytest.approx((0.0, 100.0), abs=1e-6)
+    assert expert["return_at_horizon"] == pytest.approx(7.93, abs=1e-6)
+    assert pickup["policy"] == "constant:pickup"
+    assert pickup["percent_of_optimal"] < -100
+    assert (out / "policy.png").stat().st_size > 1000
+
+
+def test_a_run_of_another_task_is_judged_on_that(tmp_path, capsys):
+    folder = build_tiny_model(tmp_path / "run")
+    (folder / "run.json").write_text(json.dumps({"task": "cliff_walking", "dtype": "float32"}))
+    arguments = ["--samples_per_state", "0", "--episodes", "2", "--max_completion_length", "4"]
+    assert main(["--policies", str(folder), *arguments]) == 0
+    assert "CliffWalking-v1\n" in capsys.readouterr().out
+    lake = build_tiny_model(tmp_path / "lake")
+    (lake / "run.json").write_text(json.dumps({"maps": ["SG"], "is_slippery": False, "dtype": "float32"}))
+    with pytest.raises(InputError, match=r"of runs with other task; judge them one by one or give --task"):
+        main(["--policies", str(folder), str(lake), *arguments])
+
+
 BAD_INPUT = [
     # arguments, what the line names ({tmp}: an empty folder with file.txt, model/ and run/run.json in it)
     ([], "--policies"),
@@ -276,6 +161,14 @@ BAD_INPUT = [
     (["--policies", "random", "--horizon_steps", "0"], "--horizon_steps 0: expected an integer of at least 1"),
     (["--policies", "random", "--map", "5x5"], "map 5x5: no such file"),
     (["--policies", "constant:NORTH"], "--policies 'constant:NORTH': expected a run folder"),
+    (["--policies", "random", "--task", "nonsense"], "--task nonsense: expected one of frozen_lake, cliff_walking"),
+    (
+        ["--policies", "constant:LEFT", "--task", "taxi"],
+        "--policies 'constant:LEFT': expected a run folder, a model or",
+    ),
+    (["--policies", "shortest-path", "--task", "taxi"], "shortest-path is for lakes"),
+    (["--policies", "random", "--task", "taxi", "--map", "8x8"], "--map 8x8: is for lakes; Taxi-v4 has no such choice"),
+    (["--policies", "random", "--task", "taxi", "--is_slippery", "true"], "--is_slippery True: is for lakes"),
     (["--policies", "{tmp}/nowhere"], "{tmp}/nowhere: no such folder"),
     (["--policies", "{tmp}/empty"], "{tmp}/empty: is an empty folder"),
     (["--policies", "{tmp}/run"], "{tmp}/run/run.json: is no JSON"),

@@ -4,6 +4,7 @@ import csv
 import subprocess
 import sys
 import warnings
+from itertools import pairwise
 from pathlib import Path
 
 import gymnasium as gym
@@ -11,10 +12,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from llm_policy.environments.expert_q import COLUMNS, default_horizon, learn_q, main, read_expert_csv
+from llm_policy.environments.expert_q import all_columns, learn_q, main, q_columns, read_expert_csv
 from llm_policy.environments.frozen_lake import (
     ACTIONS,
     CANONICAL_GRIDS,
+    FrozenLake,
     acting_states,
     lake_mdp,
     parse_state_text,
@@ -22,6 +24,7 @@ from llm_policy.environments.frozen_lake import (
     state_text,
 )
 from llm_policy.environments.mdp import greedy_policy, optimal_q, policy_return
+from llm_policy.environments.toy_text import CliffWalking, Taxi
 from llm_policy.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,7 +58,7 @@ def test_committed_file_holds_the_exact_expert():
     assert 2000 <= table["count"].sum() <= 5000
     assert COMMITTED.stat().st_size < 700_000
     for row in table.itertuples():
-        assert row.grid == GRID
+        assert row.environment == FrozenLake(GRID)
         assert row.state_str == state_text(GRID, row.state)
         assert row.action == greedy_policy(q_SA)[row.state].argmax()
         assert row.q_values == pytest.approx(q_SA[row.state].tolist(), abs=1e-10)
@@ -64,7 +67,7 @@ def test_committed_file_holds_the_exact_expert():
 def test_rows_are_the_steps_of_gymnasium_episodes():
     with COMMITTED.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert tuple(rows[0]) == COLUMNS
+    assert tuple(rows[0]) == all_columns(ACTIONS)
     table = gym.make("FrozenLake-v1").unwrapped.P
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         outcomes = [(o[1], float(o[2]), o[3]) for o in table[int(row["state"])][int(row["action"])]]
@@ -128,29 +131,24 @@ def test_bad_options(tmp_path, flags):
     assert not list(tmp_path.iterdir())
 
 
-def test_horizons_are_gymnasiums():
-    assert default_horizon(GRID) == gym.spec("FrozenLake-v1").max_episode_steps
-    assert default_horizon(CANONICAL_GRIDS["8x8"]) == gym.spec("FrozenLake8x8-v1").max_episode_steps
-
-
 def test_q_learning_approaches_the_exact_q():
     """Largest error of five averaged learners, seeds 0-2: 0.04-0.06 after 100,000 steps, 0.03-0.05 after 200,000."""
     lake, exact_SA = lake_mdp(GRID), optimal_q(lake_mdp(GRID), gamma=0.99)
-    q_RSA = learn_q(GRID, True, 0.99, runs=5, steps=150_000, seed=0)
+    q_RSA = learn_q(FrozenLake(GRID), 0.99, runs=5, learner_steps=150_000, seed=0)
     error = abs(q_RSA.mean(axis=0) - exact_SA).max()
     assert error < 0.08
     # independent learners: the average is closer than the typical one
     assert error < np.mean([abs(q_SA - exact_SA).max() for q_SA in q_RSA])
     assert (q_RSA[:, lake.terminal_S] == 0).all()
     assert policy_return(lake, greedy_policy(q_RSA.mean(axis=0))) > 0.78
-    short = [learn_q(GRID, True, 0.99, runs=2, steps=500, seed=seed) for seed in (0, 0, 1)]
+    short = [learn_q(FrozenLake(GRID), 0.99, runs=2, learner_steps=500, seed=seed) for seed in (0, 0, 1)]
     np.testing.assert_array_equal(short[0], short[1])
     assert (short[0] != short[2]).any()
 
 
 def test_q_learning_is_exact_without_slips(tmp_path):
     exact_SA = optimal_q(lake_mdp(GRID, is_slippery=False), gamma=0.9)
-    q_RSA = learn_q(GRID, False, 0.9, runs=2, steps=60_000, seed=0)
+    q_RSA = learn_q(FrozenLake(GRID, False), 0.9, runs=2, learner_steps=60_000, seed=0)
     np.testing.assert_allclose(q_RSA[:, ACTING], np.broadcast_to(exact_SA[ACTING], (2, 11, 4)), atol=1e-3)
     path = tmp_path / "learned.csv"
     main(["--method", "q_learning", "--q_learning_steps", "20000", "--is_slippery", "false", "--output", str(path)])
@@ -162,7 +160,8 @@ def test_merges_rows_by_grid_and_state(tmp_path):
     rows = [GOOD_ROW, other, "AFFF|FHFH|FFFH|HFFG, left ,0.6,0.3,0.2,0.1", "SAG|FFF,2.0,0,0,1,0"]
     table = read_expert_csv(write(tmp_path, HEADER, *rows))
     assert table["state_str"].tolist() == ["AFFF|FHFH|FFFH|HFFG", "AFG|FFF", "SAG|FFF"]
-    assert table["grid"].tolist() == [GRID, ("SFG", "FFF"), ("SFG", "FFF")]
+    small = FrozenLake(("SFG", "FFF"))
+    assert table["environment"].tolist() == [FrozenLake(GRID), small, small]
     assert table["state"].tolist() == [0, 0, 1]
     assert table["action"].tolist() == [0, 3, 2]
     assert table["count"].tolist() == [2, 1, 1]
@@ -296,14 +295,14 @@ def test_one_row_for_each_state_of_many_random_maps(tmp_path, is_slippery):
     path = tmp_path / "lakes.csv"
     flags = ["--random_maps", "7", "--map_size", "5", "--seed", "3", "--rows", "states", "--is_slippery", is_slippery]
     main([*flags, "--output", str(path)])
-    table = read_expert_csv(path)
-    grids = random_grids(7, size=5, seed=3)
-    assert list(dict.fromkeys(table["grid"])) == grids
-    places = [(grid, state) for grid in grids for state in acting_states(grid)]
-    assert list(zip(table["grid"], table["state"], strict=True)) == places
+    table = read_expert_csv(path, is_slippery=is_slippery == "true")
+    lakes = [FrozenLake(grid, is_slippery == "true") for grid in random_grids(7, size=5, seed=3)]
+    assert list(dict.fromkeys(table["environment"])) == lakes
+    states = [(lake, state) for lake in lakes for state in acting_states(lake.grid)]
+    assert list(zip(table["environment"], table["state"], strict=True)) == states
     assert (table["count"] == 1).all()
-    for grid, rows in table.groupby("grid", sort=False):
-        exact_SA = optimal_q(lake_mdp(grid, is_slippery == "true"), 0.99)
+    for lake, rows in table.groupby("environment", sort=False):
+        exact_SA = optimal_q(lake_mdp(lake.grid, is_slippery == "true"), 0.99)
         np.testing.assert_allclose(np.array(rows["q_values"].tolist()), exact_SA[rows["state"]], atol=1e-9)
     for row in pd.read_csv(path).to_dict("records"):  # each step is one of its state's
         grid, _ = parse_state_text(row["state_str"])
@@ -311,3 +310,111 @@ def test_one_row_for_each_state_of_many_random_maps(tmp_path, is_slippery):
         assert row["next_state"] in lake.next_states_SAK[row["state"], row["action"]]
         assert row["done"] == lake.terminal_S[row["next_state"]]
         assert row["reward"] == ("".join(grid)[row["next_state"]] == "G")
+
+
+# Other environments ----------------------------------------------------------------------------------------------
+
+
+def csv_of(path: Path, env_id: str, *flags: str) -> list[dict[str, str]]:
+    """The rows of a new CSV, as text."""
+    main(["--env_id", env_id, *flags, "--output", str(path)])
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize("environment", [CliffWalking(), Taxi()], ids=str)
+def test_each_state_of_another_environment_once(environment, tmp_path, capsys):
+    path = tmp_path / "expert.csv"
+    rows = csv_of(path, environment.env_id, "--rows", "states")
+    assert tuple(rows[0]) == all_columns(environment.actions)
+    assert q_columns(environment.actions) == tuple(f"q_value_{name.lower()}" for name in environment.actions)
+    exact_SA, mdp = optimal_q(environment.mdp, 0.99), environment.mdp
+    for row in rows:  # each is a step of Gymnasium
+        state, action, next_state = (int(row[name]) for name in ("state", "action", "next_state"))
+        assert row["action_text"] == environment.actions[action]
+        assert exact_SA[state, action] == pytest.approx(exact_SA[state].max())
+        assert next_state == mdp.next_states_SAK[state, action, 0]
+        assert float(row["reward"]) == mdp.rewards_SA[state, action]
+        assert row["done"] == str(bool(mdp.terminal_S[next_state]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        table = read_expert_csv(path, type(environment))
+    assert set(table["environment"]) == {environment}
+    assert table["state"].tolist() == environment.acting_states
+    assert (table["count"] == 1).all()
+    np.testing.assert_allclose(np.array(table["q_values"].tolist()), exact_SA[table["state"]], atol=1e-9)
+    acting = len(environment.acting_states)
+    assert f"{acting} rows, {acting} of {acting} states, expert's exact return in" in capsys.readouterr().out
+
+
+# Of the optimal paths: the cliff has one length, -13; Taxi's mean over its starts is 7.93
+EPISODES = [
+    # environment, exact return within the step limit, as the last line prints it
+    (CliffWalking(), "return in 100 steps -13.0000 (best possible -13.0000)"),
+    (Taxi(), "return in 200 steps 7.9300 (best possible 7.9300)"),
+]
+
+
+@pytest.mark.parametrize(("environment", "printed"), EPISODES, ids=["cliff", "taxi"])
+def test_episodes_of_another_environment(environment, printed, tmp_path, capsys):
+    path = tmp_path / "expert.csv"
+    rows = csv_of(path, environment.env_id, "--batches", "2", "--episodes_per_batch", "3")
+    assert printed in capsys.readouterr().out
+    assert sum(row["done"] == "True" for row in rows) == 6, "each episode arrives"
+    assert [row["batch_idx"] for row in rows if row["done"] == "True"] == ["0"] * 3 + ["1"] * 3
+    for row, following in pairwise(rows):
+        if row["done"] == "False":
+            assert following["state"] == row["next_state"]
+        else:
+            assert environment.mdp.start_S[int(following["state"])] > 0
+    table = read_expert_csv(path, type(environment))
+    assert table["count"].sum() == len(rows)
+    exact_SA = optimal_q(environment.mdp, 0.99)
+    np.testing.assert_allclose(np.array(table["q_values"].tolist()), exact_SA[table["state"]], atol=1e-9)
+    returns = np.add.reduceat([float(row["reward"]) for row in rows], [0, *_after_ends(rows)])
+    if environment == CliffWalking():
+        assert returns.tolist() == [-13.0] * 6
+    else:
+        assert returns.min() >= 20 - 30  # two ways across the room with a pickup and a dropoff
+        assert returns.max() <= 20 - 4
+
+
+def _after_ends(rows: list[dict[str, str]]) -> list[int]:
+    return [number for number, row in enumerate(rows[:-1], start=1) if row["done"] == "True"]
+
+
+def test_learned_q_values_of_the_cliff_approach_the_exact_ones():
+    """Its rewards are the actions' own, and no reward for the goal. The first guess, 0, is forgotten slowly."""
+    cliff = CliffWalking()
+    states, exact_SA = cliff.acting_states, optimal_q(cliff.mdp, 0.9)
+    short, long = (learn_q(cliff, 0.9, runs=2, learner_steps=steps, seed=0) for steps in (20_000, 80_000))
+    errors = [abs(q_RSA - exact_SA)[:, states].mean() for q_RSA in (short, long)]
+    assert errors[1] < 0.1 < errors[0]
+    assert policy_return(cliff.mdp, greedy_policy(long.mean(axis=0)), horizon_steps=100) == -13
+
+
+WRONG_KIND = [
+    # what is read as what: words of the error
+    ("FrozenLake-v1", CliffWalking, ["AFFF|FHFH|FFFH|HFFG", "is no state of CliffWalking-v1"]),
+    ("FrozenLake-v1", Taxi, ["q_value_south", "missing"]),
+    ("Taxi-v4", FrozenLake, ["q_value_left", "missing"]),
+]
+
+
+@pytest.mark.parametrize(("env_id", "kind", "words"), WRONG_KIND)
+def test_a_csv_of_another_environment(env_id, kind, words, tmp_path):
+    path = tmp_path / "expert.csv"
+    csv_of(path, env_id, "--rows", "states")
+    with pytest.raises(InputError) as error:
+        read_expert_csv(path, kind)
+    assert str(error.value).startswith(f"{path}: line ")
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_unknown_environment(tmp_path):
+    with pytest.raises(
+        InputError, match=r"^--env_id 'Taxi-v9': expected one of FrozenLake-v1, CliffWalking-v1, Taxi-v"
+    ):
+        main(["--env_id", "Taxi-v9", "--output", str(tmp_path / "a.csv")])
+    assert not list(tmp_path.iterdir())

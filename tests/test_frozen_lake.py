@@ -7,8 +7,10 @@ import pytest
 from llm_policy.environments.frozen_lake import (
     ACTIONS,
     CANONICAL_GRIDS,
+    FrozenLake,
     acting_states,
     check_grid,
+    default_horizon,
     lake_mdp,
     leads_to_goal,
     parse_state_text,
@@ -163,6 +165,11 @@ def test_shortest_path_is_shortest():
     assert policy_return(lake_mdp(SMALL), policy_SA, horizon_steps=100) < 0.05
 
 
+def test_horizons_are_gymnasiums():
+    assert default_horizon(SMALL) == gym.spec("FrozenLake-v1").max_episode_steps
+    assert default_horizon(LARGE) == gym.spec("FrozenLake8x8-v1").max_episode_steps
+
+
 def test_stack_needs_one_size():
     with pytest.raises(InputError, match="2 different sizes"):
         lake_mdp([SMALL, LARGE])
@@ -174,3 +181,49 @@ def test_stack_needs_one_size():
 )
 def test_leads_to_goal(cell, without, expected):
     assert leads_to_goal(SMALL, cell, without) is expected
+
+
+# One lake as a `TableEnvironment` --------------------------------------------------------------------------------
+
+
+def test_a_lake_is_its_map_and_its_ice():
+    assert FrozenLake(SMALL) == FrozenLake(SMALL, is_slippery=True) != FrozenLake(SMALL, is_slippery=False)
+    assert len({FrozenLake(SMALL), FrozenLake(SMALL), FrozenLake(LARGE), FrozenLake(SMALL, False)}) == 3
+    assert str(FrozenLake(SMALL)) == "SFFF|FHFH|FFFH|HFFG"
+    assert (FrozenLake(SMALL).horizon_steps, FrozenLake(LARGE).horizon_steps) == (100, 200)
+    assert FrozenLake(SMALL).acting_states == acting_states(SMALL)
+
+
+@pytest.mark.parametrize("is_slippery", [True, False])
+def test_arrays_and_gymnasium_environment_of_a_lake(is_slippery):
+    lake = FrozenLake(("SFF", "HFG"), is_slippery)
+    np.testing.assert_array_equal(lake.mdp.transitions_SAS, mdp_from_env(lake.make()).transitions_SAS)
+    np.testing.assert_array_equal(lake.success_mdp.rewards_SA, lake.mdp.rewards_SA)
+    assert lake.pays_success
+    assert [lake.make(steps).spec.max_episode_steps for steps in (None, 7)] == [75, 7]
+
+
+@pytest.mark.parametrize("is_slippery", [True, False])
+def test_states_of_a_lake_are_read_back(is_slippery):
+    for lake in (FrozenLake(SMALL, is_slippery), FrozenLake(("SFG", "FFF"), is_slippery)):
+        for state in lake.acting_states:
+            assert FrozenLake.read_state(lake.state_text(state), is_slippery) == (lake, state)
+
+
+def test_states_in_which_no_action_is_chosen_are_refused():
+    for text, where in [("SFF|F\x1b[41mH\x1b[0mG", "in a hole"), ("SFF|FG\x1b[41mG\x1b[0m", "at the goal")]:
+        with pytest.raises(InputError, match=f"the agent stands {where}, expected a state in which an action"):
+            FrozenLake.read_state(text)
+    with pytest.raises(InputError, match="has several starts"):
+        FrozenLake.read_state("\x1b[41mS\x1b[0mFS|FFG")
+
+
+def test_arrows_and_drawing_of_a_lake():
+    lake = FrozenLake(("SFFF", "HFFG"), is_slippery=False)
+    (drawing,) = lake.drawings()
+    assert (drawing.title, drawing.cells) == ("", lake.grid)
+    assert drawing.state_of == {(0, 0): 0, (0, 1): 1, (0, 2): 2, (0, 3): 3, (1, 1): 5, (1, 2): 6}
+    for (row, column), state in drawing.state_of.items():
+        for action, (x, y) in lake.arrows.items():
+            next_cell = divmod(int(lake.mdp.next_states_SAK[state, action, 0]), 4)
+            assert next_cell in ((row + y, column + x), (row, column)), "the next cell, or the edge"

@@ -7,10 +7,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"train_script", "evaluate_policy", "search_policy", "report"}
-FILES = [
-    *ROOT.glob("*.py"),
-    *(path for room in ("llm_policy", "tasks", "benchmarks", "results", "data") for path in (ROOT / room).rglob("*.py")),
-]
+ROOMS = ("llm_policy", "tasks", "benchmarks", "results", "data")
+FILES = [*ROOT.glob("*.py"), *(file for room in ROOMS for file in (ROOT / room).rglob("*.py"))]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

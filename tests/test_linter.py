@@ -1,28 +1,34 @@
+"""What is found in data and prompts that are known to be good, and known to be bad in one way each."""
+
 import numpy as np
 import pandas as pd
 import pytest
 from tiny_models import build_tiny_model
 
+from llm_policy.chat import fit_to_template
 from llm_policy.environments.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
-from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, acting_states, lake_mdp, random_grids, state_text
+from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake, random_grids
 from llm_policy.environments.mdp import optimal_q
+from llm_policy.environments.toy_text import CliffWalking, Taxi
 from llm_policy.models import load_tokenizer
-from prompts import fit_to_template, policy_messages
-from rewards import ORIGINAL_REWARD, AdvantageReward
+from prompts import format_example, policy_messages
+from rewards import ORIGINAL_SHAPING, RewardShaping
+from tasks import cliff_walking, taxi
 from tasks.linter import bellman_residual, lint
+from tasks.tabular import exact_expert
 
 GRID = CANONICAL_GRIDS["4x4"]
-LOUD = AdvantageReward("minmax", 1.0, cap_bonus=False)
+LOUD = RewardShaping("minmax", 1.0, cap_bonus=False)
 
 
 def table_of(grids=(GRID,), is_slippery=True, gamma=0.99) -> pd.DataFrame:
     """What `read_expert_csv` gives for the exact Q-values of all acting states."""
     rows = []
-    for grid in grids:
-        q_SA = optimal_q(lake_mdp(grid, is_slippery), gamma)
+    for lake in (FrozenLake(grid, is_slippery) for grid in grids):
+        q_SA = optimal_q(lake.mdp, gamma)
         rows += [
-            {"state_str": state_text(grid, s), "grid": grid, "state": s, "q_values": q_SA[s].tolist()}
-            for s in acting_states(grid)
+            {"state_str": lake.state_text(s), "environment": lake, "state": s, "q_values": q_SA[s].tolist()}
+            for s in lake.acting_states
         ]
     return pd.DataFrame(rows)
 
@@ -35,14 +41,16 @@ def tokenizers(tmp_path_factory):
 
 
 def findings_of(
-    tokenizer, table=None, *, observation="coordinates", is_slippery=True, scale=LOUD, prompts=None, **more
+    tokenizer, table=None, *, observation="coordinates", is_slippery=True, shaping=LOUD, prompts=None, **more
 ):
-    table = table_of() if table is None else table
+    """What is found in a table (by default the exact one of slippery ice) that is read as one of such ice."""
+    table = (table_of() if table is None else table).copy()
+    table["environment"] = [FrozenLake(lake.grid, is_slippery) for lake in table["environment"]]
     if prompts is None:
-        places = zip(table["grid"], table["state"], strict=True)
-        prompts = [fit_to_template(policy_messages(g, s, is_slippery, observation), tokenizer) for g, s in places]
+        states = zip(table["environment"], table["state"], strict=True)
+        prompts = [fit_to_template(policy_messages(e.grid, s, is_slippery, observation), tokenizer) for e, s in states]
     limits = {"context_tokens": 2048, "max_completion_tokens": 32} | more
-    return lint(table, prompts, tokenizer, is_slippery, scale, **limits)
+    return lint(table, prompts, tokenizer, shaping, **limits)
 
 
 def rules_of(*args, **options) -> dict[str, bool]:
@@ -162,8 +170,9 @@ def test_learned_q_values_are_rough_at_most(tokenizers, tmp_path):
 
 
 def test_test_maps_among_the_training_maps(tokenizers):
-    grids = random_grids(3, seed=3)
-    [finding] = findings_of(tokenizers["llama"], evaluation_grids=[grids[0], GRID, grids[1]])
+    unseen = [FrozenLake(grid) for grid in random_grids(3, seed=3)]
+    unseen[1:1] = [FrozenLake(GRID)]
+    [finding] = findings_of(tokenizers["llama"], unseen=unseen[:3])
     assert finding.rule == "test maps are training maps"
     assert finding.is_error
     assert finding.message.startswith("1 of 3, first SFFF|FHFH|FFFH|HFFG")
@@ -189,10 +198,10 @@ def test_equal_q_values(tokenizers):
 
 
 def test_idle_bonus(tokenizers):
-    scale = AdvantageReward("minmax", 0.2, cap_bonus=True)
-    [finding] = findings_of(tokenizers["llama"], scale=scale)
+    shaping = RewardShaping("minmax", 0.2, cap_bonus=True)
+    [finding] = findings_of(tokenizers["llama"], shaping=shaping)
     assert str(finding).startswith("warning: idle bonus: --optimal_bonus 0.2 changes nothing")
-    assert findings_of(tokenizers["llama"], scale=AdvantageReward("minmax", 0.0, cap_bonus=True)) == []
+    assert findings_of(tokenizers["llama"], shaping=RewardShaping("minmax", 0.0, cap_bonus=True)) == []
 
 
 def test_tiny_q_values(tokenizers):
@@ -211,14 +220,64 @@ def test_unsaid_dynamics_are_none_without_slip(tokenizers):
 def test_a_near_tie_is_within_six_percent(second_best, is_near, tokenizers):
     table = table_of()
     table["q_values"] = [[1.0, 0.0, 0.0, 0.0]] * 10 + [[1.0, second_best, 0.0, 0.0]]
-    found = rules_of(tokenizers["llama"], table, scale=AdvantageReward(optimal_bonus=0.0))
+    found = rules_of(tokenizers["llama"], table, shaping=RewardShaping(optimal_bonus=0.0))
     assert ("near ties" in found) is is_near
 
 
 def test_near_ties_of_the_deterministic_lake(tokenizers):
     """A hole beside the state makes its other actions nearly equal under min-max."""
     dry = table_of(is_slippery=False)
-    found = {f.rule: f for f in findings_of(tokenizers["llama"], dry, is_slippery=False, scale=ORIGINAL_REWARD)}
+    found = {f.rule: f for f in findings_of(tokenizers["llama"], dry, is_slippery=False, shaping=ORIGINAL_SHAPING)}
     assert set(found) == {"near ties", "flat rows", "idle bonus"}
     assert not found["near ties"].is_error
-    assert "near ties" not in rules_of(tokenizers["llama"], dry, is_slippery=False, scale=LOUD)
+    assert "near ties" not in rules_of(tokenizers["llama"], dry, is_slippery=False, shaping=LOUD)
+
+
+# Replies that the warm start teaches -----------------------------------------------------------------------------
+
+
+def test_replies_longer_than_a_completion(tokenizers):
+    """They would be cut: no completion could be well-formed."""
+    tokenizer = tokenizers["llama"]
+    replies = [format_example(GRID, state, 2) for state in FrozenLake(GRID).acting_states]
+    longest = max(len(tokenizer.encode(reply)) + 1 for reply in replies)
+    assert findings_of(tokenizer, replies=replies, max_completion_tokens=longest) == []
+    [finding] = findings_of(tokenizer, replies=replies, max_completion_tokens=longest - 1)
+    assert (finding.rule, finding.is_error) == ("cut replies", False)
+    assert f"up to {longest} tokens, and completions are cut at {longest - 1}" in finding.message
+
+
+# Other environments ----------------------------------------------------------------------------------------------
+
+TOY_TEXT = [(cliff_walking, CliffWalking()), (taxi, Taxi())]
+
+
+def findings_elsewhere(tokenizer, module, environment, **changed) -> dict[str, bool]:
+    """Rules broken by the exact expert of an environment, with `changed` columns."""
+    expert = exact_expert(environment).assign(**changed)
+    prompts = [
+        fit_to_template(module.WORDS.messages(*state), tokenizer)
+        for state in zip(expert["environment"], expert["state"], strict=True)
+    ]
+    return {f.rule: f.is_error for f in lint(expert, prompts, tokenizer, LOUD, 2048, 32)}
+
+
+# Beside 100 for the cliff, one step more or less is little.
+CLEAN = [(cliff_walking, CliffWalking(), {"flat rows": False}), (taxi, Taxi(), {})]
+
+
+@pytest.mark.parametrize(("module", "environment", "rules"), CLEAN, ids=["cliff", "taxi"])
+@pytest.mark.parametrize("model", ["llama", "gemma"])
+def test_no_errors_in_other_environments(model, module, environment, rules, tokenizers):
+    assert findings_elsewhere(tokenizers[model], module, environment) == rules
+
+
+@pytest.mark.parametrize(("module", "environment"), TOY_TEXT, ids=["cliff", "taxi"])
+def test_q_values_of_another_environment_are_rough(module, environment, tokenizers):
+    expert = exact_expert(environment)
+    assert bellman_residual(expert) == pytest.approx((0.0, 0.99), abs=1e-6)
+    noise = np.random.default_rng(0).normal(0, 10, (len(expert), len(environment.actions)))
+    rough = pd.Series((np.array(expert["q_values"].tolist()) + noise).tolist(), dtype=object)
+    found = findings_elsewhere(tokenizers["llama"], module, environment, q_values=rough)
+    assert found["rough Q-values"] is False
+    assert "wrong dynamics" not in found, "for lakes"

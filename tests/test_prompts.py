@@ -1,40 +1,13 @@
-"""Every word that the model is told, for every cell; chat templates that take a system turn and that do not."""
+"""Every word that the model is told, for every cell."""
 
 import pytest
-from datasets import Dataset
-from tiny_models import build_tiny_model
-from trl import GRPOConfig, GRPOTrainer
 
-from llm_policy.completions import parse_completion
+from llm_policy.completions import action_index, parse_completion
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
 from llm_policy.errors import InputError
-from llm_policy.models import load_model, load_tokenizer
-from prompts import (
-    OBSERVATIONS,
-    accepts_system_role,
-    check_prompt,
-    fit_to_template,
-    format_example,
-    observation_text,
-    policy_messages,
-    prompt_token_ids,
-)
+from prompts import OBSERVATIONS, format_example, observation_text, policy_messages
 
 GRID = CANONICAL_GRIDS["4x4"]  # SFFF FHFH FFFH HFFG
-ARCHITECTURES = ("llama", "gemma")
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    return {a: build_tiny_model(tmp_path_factory.mktemp("models") / a, a) for a in ARCHITECTURES}
-
-
-@pytest.fixture(scope="module")
-def tokenizers(folders):
-    return {a: load_tokenizer(folder) for a, folder in folders.items()}
-
-
-# What is said --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("state", range(16))
@@ -80,7 +53,7 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("grid", "state", "line"), WAYS)
-def test_ways_counts_the_sides_on_which_it_goes_on_behind_a_neighbour(grid, state, line):
+def test_ways_counts_the_open_sides_behind_a_neighbour(grid, state, line):
     text = observation_text(grid, state, "ways")
     assert text.splitlines()[-1] == line
     assert text.splitlines()[:-1] == observation_text(grid, state, "spaced").splitlines()[:-1]
@@ -116,88 +89,15 @@ def test_distinct_states_have_distinct_prompts(observation):
 
 
 @pytest.mark.parametrize("action", range(4))
-def test_the_example_is_in_form_and_its_thought_names_no_action(action):
+def test_the_example_is_well_formed_and_its_thought_names_no_action(action):
     for state in acting_states(GRID):
         example = format_example(GRID, state, action)
         parsed = parse_completion(example)
-        assert (parsed.is_well_formed, parsed.action) == (True, action)
+        assert (parsed.is_well_formed, action_index(parsed.answer, ACTIONS)) == (True, action)
         thought = example.partition("</think>")[0]
         assert not any(name in thought.upper() for name in ACTIONS)
         # The thought is the same whatever the action is: no label can leak through it
         assert thought == format_example(GRID, state, 0).partition("</think>")[0]
-
-
-# How it is said: chat templates --------------------------------------------------------------------------------
-
-
-def test_system_turn_is_kept_where_the_template_takes_it(tokenizers):
-    messages = policy_messages(GRID, 0, True)
-    assert accepts_system_role(tokenizers["llama"])
-    assert fit_to_template(messages, tokenizers["llama"]) == messages
-
-
-def test_system_text_joins_the_user_turn_where_it_does_not(tokenizers):
-    messages = policy_messages(GRID, 0, True)
-    assert not accepts_system_role(tokenizers["gemma"])
-    (user,) = fit_to_template(messages, tokenizers["gemma"])
-    assert user == {"role": "user", "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
-    assert [m["role"] for m in messages] == ["system", "user"], "the caller's list must stay as it is"
-    # Nothing to join: left alone
-    assert fit_to_template([user], tokenizers["gemma"]) == [user]
-    # Turns after the first two stay
-    assert fit_to_template([*messages, {"role": "assistant", "content": "UP"}], tokenizers["gemma"])[1:] == [
-        {"role": "assistant", "content": "UP"}
-    ]
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_prompt_ends_where_the_reply_begins_and_has_one_bos(architecture, tokenizers):
-    tokenizer = tokenizers[architecture]
-    messages = fit_to_template(policy_messages(GRID, 9, True), tokenizer)
-    token_ids = prompt_token_ids(messages, tokenizer)
-    text = tokenizer.decode(token_ids)
-    assert "You are at row 2, column 1." in text
-    assert text.rstrip("\n").endswith({"llama": "<|im_start|>assistant", "gemma": "<start_of_turn>model"}[architecture])
-    if architecture == "gemma":
-        # The trap: the text of the template through the tokenizer would have two
-        assert (
-            tokenizer(tokenizer.apply_chat_template(messages, tokenize=False))["input_ids"].count(
-                tokenizer.bos_token_id
-            )
-            == 2
-        )
-        assert token_ids[0] == tokenizer.bos_token_id
-        assert token_ids.count(tokenizer.bos_token_id) == 1
-    check_prompt(token_ids, tokenizer, context_tokens=512, max_completion_tokens=16)
-
-
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_trl_makes_the_same_tokens_of_the_same_messages(architecture, folders, tokenizers, tmp_path):
-    tokenizer = tokenizers[architecture]
-    messages = [fit_to_template(policy_messages(GRID, state, True), tokenizer) for state in acting_states(GRID)]
-    trainer = GRPOTrainer(
-        load_model(folders[architecture], dtype="float32"),
-        lambda completions, **_: [0.0] * len(completions),
-        GRPOConfig(tmp_path, use_cpu=True, bf16=False, report_to="none"),
-        train_dataset=Dataset.from_list([{"prompt": m} for m in messages]),
-        processing_class=tokenizer,
-    )
-    token_ids, *_ = trainer._tokenize_prompts(messages)
-    assert token_ids == [prompt_token_ids(m, tokenizer) for m in messages]
-
-
-def test_no_chat_template(folders):
-    tokenizer = load_tokenizer(folders["llama"])
-    tokenizer.chat_template = None
-    with pytest.raises(InputError, match="has no chat template; take an instruction-tuned model"):
-        fit_to_template(policy_messages(GRID, 0, True), tokenizer)
-
-
-def test_a_template_may_refuse_the_system_turn_in_any_words(folders):
-    tokenizer = load_tokenizer(folders["llama"])
-    refusal = "{% if messages[0].role != 'user' %}{{ raise_exception('Only user and assistant!') }}{% endif %}ok"
-    tokenizer.chat_template = refusal
-    assert not accepts_system_role(tokenizer)
 
 
 def test_the_original_prompt_asks_for_ice_under_its_examples():
@@ -207,28 +107,6 @@ def test_the_original_prompt_asks_for_ice_under_its_examples():
         policy_messages(("SF", "FG"), 0, True, "original")
 
 
-def test_a_broken_template_is_no_missing_system_role(folders):
-    tokenizer = load_tokenizer(folders["llama"])
-    tokenizer.chat_template = "{{ raise_exception('out of order') }}"
-    with pytest.raises(Exception, match="out of order"):
-        accepts_system_role(tokenizer)
-
-
-PROMPT_ERRORS = [
-    # token ids, context, completion -> message
-    (list(range(10, 110)), 128, 29, r"prompt of 100 tokens \+ --max_completion_length 29 exceed .* 128 tokens"),
-    ([1, 1, 5], 128, 16, "writes '<bos>' .BOS. twice"),
-]
-
-
-@pytest.mark.parametrize(("token_ids", "context", "completion", "message"), PROMPT_ERRORS)
-def test_prompts_that_would_be_seen_cut_or_with_two_bos(token_ids, context, completion, message, tokenizers):
-    tokenizer = tokenizers["gemma"]
-    assert tokenizer.bos_token_id == 1
-    with pytest.raises(InputError, match=message):
-        check_prompt(token_ids, tokenizer, context, completion)
-
-
-def test_a_prompt_that_just_fits(tokenizers):
-    check_prompt(list(range(10, 110)), tokenizers["gemma"], 128, 28)
-    check_prompt([1, 5, 1], tokenizers["gemma"], 128, 28)
+def test_a_new_observation_is_one_entry(monkeypatch):
+    monkeypatch.setitem(OBSERVATIONS, "cell", (lambda grid, state: f"cell {state}", *OBSERVATIONS["grid"]))
+    assert observation_text(("SF", "FG"), 2, "cell") == "cell 2\nSF\nAG"

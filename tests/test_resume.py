@@ -24,17 +24,19 @@ from safetensors.torch import load_file
 from test_train_script import metrics_of, small_run
 from transformers import Trainer, TrainerState
 
-import llm_policy.grpo.diagnostics
+import tasks.tabular
 import train_script
-from llm_policy.errors import EXIT_INPUT_ERROR, run_script
-from llm_policy.models import ROOT
-from llm_policy.run_files import EXIT_INTERRUPTED
+from llm_policy.checkpoints import latest_checkpoint
+from llm_policy.errors import DISK_WORDS, EXIT_INPUT_ERROR, run_script
+from llm_policy.grpo.diagnostics import MetricsFile
+from llm_policy.run_files import EXIT_INTERRUPTED, ROOT
+from tasks.tabular import TableJudge
 
 KILLED = -signal.SIGKILL
 TIMEOUT_SECONDS = 120
 
 NO_PICTURES = ("--report_to", "none")  # TensorBoard's take a while
-# Names of runs: further arguments. 11 states: five batches of two prompts an epoch, or two batches of four.
+# Names of runs: further arguments. 11 states: five batches of two prompts per epoch, or two batches of four.
 SETTINGS = {
     "plain": ("--max_steps", 4, "--save_steps", 2, "--evaluate_steps", 0, "--save_total_limit", 2),
     # The checkpoints of steps 1 and 3 fall in the middle of an epoch
@@ -162,17 +164,33 @@ def killed_in_write(number: int) -> Callable[[], None]:
     return at_call(torch, "save", number, act)
 
 
+def killed_with_half(name: str) -> Callable[[], None]:
+    """Killed before the file `name`, written under another name until it is whole, takes its own."""
+
+    def sabotage() -> None:
+        replace = Path.replace
+
+        def killed(path, target):
+            if Path(target).name == name:
+                kill()
+            return replace(path, target)
+
+        Path.replace = killed
+
+    return sabotage
+
+
 def signalled_at_step(step: int, number: signal.Signals) -> Callable[[], None]:
     return at_call(torch.optim.AdamW, "step", step, lambda *_: os.kill(os.getpid(), number))
 
 
-def signal_in(function: str) -> Callable[[], None]:
-    return at_call(train_script, function, 1, lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+def signal_in(owner, name: str) -> Callable[[], None]:
+    return at_call(owner, name, 1, lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
 
 
 def pretend_optimal() -> None:
-    score_policy = llm_policy.grpo.diagnostics.score_policy
-    llm_policy.grpo.diagnostics.score_policy = lambda *arguments: dataclasses.replace(
+    score_policy = tasks.tabular.score_policy
+    tasks.tabular.score_policy = lambda *arguments: dataclasses.replace(
         score_policy(*arguments), percent_of_optimal=100.0
     )
 
@@ -193,12 +211,14 @@ def disk_full_in_torch(*_) -> None:
 
 KILLS = [
     # setting, checkpoint that is whole afterwards (None: none), sabotage
-    # Before anything was learnt: while the untrained model is judged, and with its file half written
-    ("plain", None, at_call(train_script, "model_policies", 1, lambda *_: kill())),
-    ("plain", None, at_call(Path, "replace", 1, lambda *_: kill())),
+    # Before anything was learnt: with the configuration half written, run.json, the untrained model's answers
+    ("plain", None, killed_with_half("resolved_config.yaml")),
+    ("plain", None, killed_with_half("run.json")),
+    ("plain", None, at_call(TableJudge, "answers", 1, lambda *_: kill())),
+    ("plain", None, killed_with_half("untrained.json")),
     # In the warm start, between its adapter and its report, and after it
     ("plain", None, killed_at_step(2)),
-    ("plain", None, at_call(Path, "replace", 2, lambda *_: kill())),
+    ("plain", None, killed_with_half("report.json")),
     ("plain", None, killed_at_step(2 + 1)),
     # Before the first checkpoint, right after it
     ("plain", None, killed_at_step(2 + 2)),
@@ -211,16 +231,18 @@ KILLS = [
     ("plain", 2, at_call(Path, "touch", 2, lambda *_: kill())),
     # After the last step: the adapter's two parts are not yet joined; they are, but nothing was judged
     ("plain", 4, at_call(PeftModel, "save_pretrained", 5, lambda *_: kill())),
-    ("plain", 4, at_call(train_script, "save_evaluation", 1, lambda *_: kill())),
+    ("plain", 4, at_call(tasks.tabular, "save_evaluation", 1, lambda *_: kill())),
+    # Judged, but evaluation.json, the mark of a finished run, is half written
+    ("plain", 4, killed_with_half("evaluation.json")),
     # In the middle of an epoch and of an accumulation
     ("accumulated", 1, killed_at_step(2 + 2)),
     ("accumulated", 2, killed_in_write(2 * 4 + 3)),
-    ("accumulated", 3, at_call(train_script, "evaluate_policies", 1, lambda *_: kill())),
+    ("accumulated", 3, at_call(tasks.tabular, "evaluate_policies", 1, lambda *_: kill())),
     # With completions that serve several steps
     ("reused", 2, killed_at_step(2 + 4)),
-    # After the run has stopped by itself: it must not go on to learn
+    # After the run has stopped by itself: it must not learn any further
     ("stopped", 1, killed_at_step(2 + 2)),
-    ("stopped", 2, at_call(train_script, "evaluate_policies", 1, lambda *_: kill())),
+    ("stopped", 2, at_call(tasks.tabular, "evaluate_policies", 1, lambda *_: kill())),
     ("auto", None, killed_at_step(2)),
     ("auto", None, killed_at_step(2 + 1)),
     ("auto", 1, killed_at_step(2 + 2)),
@@ -234,7 +256,7 @@ def test_kill(setting, checkpoint, sabotage, never_interrupted, answering_llama,
     out, log = tmp_path / "out", tmp_path / f"{setting}.log"
     arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS[setting])
     assert run(arguments, log, sabotage) == KILLED
-    whole = train_script.latest_checkpoint(out)
+    whole = latest_checkpoint(out)
     assert (whole and whole.name) == (checkpoint and f"checkpoint-{checkpoint}")
     assert run([*arguments, "--resume_from_checkpoint", "auto"], log) == 0, log.read_text()
     assert_same_end(out, reference)
@@ -245,7 +267,7 @@ def test_many_kills_in_one_run(never_interrupted, answering_llama, tmp_path):
     arguments = [*small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["plain"]), "--resume_from_checkpoint", "auto"]
     # In the warm start; after it; in the first checkpoint; after it; in the second checkpoint; in the last evaluation
     steps = (killed_at_step(1), killed_at_step(2 + 1), killed_in_write(3), killed_at_step(3), killed_in_write(2))
-    for sabotage in (*steps, at_call(train_script, "evaluate_policies", 1, lambda *_: kill())):
+    for sabotage in (*steps, at_call(tasks.tabular, "evaluate_policies", 1, lambda *_: kill())):
         assert run(arguments, log, sabotage) == KILLED
     assert run(arguments, log) == 0, log.read_text()
     assert_same_end(out, never_interrupted("plain"))
@@ -268,7 +290,7 @@ def test_signal(setting, number, step, checkpoint, never_interrupted, answering_
     arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS[setting])
     assert run(arguments, log, signalled_at_step(step, number)) == EXIT_INTERRUPTED, log.read_text()
     assert f"{number.name}: finishing the step, then a checkpoint" in log.read_text()
-    whole = train_script.latest_checkpoint(out)
+    whole = latest_checkpoint(out)
     assert (whole and whole.name) == (checkpoint and f"checkpoint-{checkpoint}")
     assert run([*arguments, "--resume_from_checkpoint", "auto"], log) == 0, log.read_text()
     assert_same_end(out, never_interrupted(setting))
@@ -285,17 +307,20 @@ def test_signal_in_the_last_step_leaves_the_evaluation_to_the_resumed_run(never_
 def test_a_run_that_stops_by_itself_leaves_a_checkpoint_of_that_step(answering_llama, tmp_path):
     out, log = tmp_path / "out", tmp_path / "stopped.log"
     arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["stopped"], "--save_steps", 5)
-    assert run(arguments, log, signal_in("evaluate_policies")) == EXIT_INTERRUPTED
-    assert train_script.latest_checkpoint(out).name == "checkpoint-2"
+    assert run(arguments, log, signal_in(tasks.tabular, "evaluate_policies")) == EXIT_INTERRUPTED
+    assert latest_checkpoint(out).name == "checkpoint-2"
     assert run([*arguments, "--resume_from_checkpoint", "auto"], log) == 0, log.read_text()
     assert [line["step"] for line in metrics_of(out)] == [1, 2]
 
 
-@pytest.mark.parametrize("function", ["model_policies", "evaluate_policies"])  # of the untrained model, of the trained
-def test_signal_in_an_evaluation_leaves_at_once(function, never_interrupted, answering_llama, tmp_path):
+EVALUATIONS = [(TableJudge, "answers"), (tasks.tabular, "evaluate_policies")]  # of the untrained model, of the trained
+
+
+@pytest.mark.parametrize(("owner", "name"), EVALUATIONS)
+def test_signal_in_an_evaluation_leaves_at_once(owner, name, never_interrupted, answering_llama, tmp_path):
     out, log = tmp_path / "out", tmp_path / "plain.log"
     arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["plain"])
-    assert run(arguments, log, signal_in(function)) == EXIT_INTERRUPTED
+    assert run(arguments, log, signal_in(owner, name)) == EXIT_INTERRUPTED
     assert "leaving the evaluation; --resume_from_checkpoint auto begins it again" in log.read_text()
     assert run([*arguments, "--resume_from_checkpoint", "auto"], log) == 0, log.read_text()
     assert_same_end(out, never_interrupted("plain"))
@@ -315,8 +340,8 @@ def test_signal_to_the_real_command(answering_llama, tmp_path):
     finally:
         process.kill()
     assert process.returncode == EXIT_INTERRUPTED
-    step = train_script.latest_checkpoint(out).name.rpartition("-")[2]
-    assert f"SIGTERM: checkpoint of step {step} written; --resume_from_checkpoint auto goes on" in printed
+    step = latest_checkpoint(out).name.rpartition("-")[2]
+    assert f"SIGTERM: checkpoint of step {step} written; --resume_from_checkpoint auto resumes from it" in printed
 
 
 def test_what_may_change_on_the_way_and_what_may_not(answering_llama, tmp_path):
@@ -328,14 +353,14 @@ def test_what_may_change_on_the_way_and_what_may_not(answering_llama, tmp_path):
     assert "--beta 0.5: " in log.read_text()
     first = json.loads((out / "run.json").read_text())
     assert run([*resumed, "--max_steps", "4", "--save_steps", "1"], log) == 0, log.read_text()
-    assert train_script.latest_checkpoint(out).name == "checkpoint-4"
+    assert latest_checkpoint(out).name == "checkpoint-4"
     assert (out / "checkpoint-3").exists(), "the interval is the new one"
     second = json.loads((out / "run.json").read_text())
     assert len(second.pop("resumed")) == 1
     assert second == first, "the beginning keeps its command, commit and device"
 
 
-def test_a_run_that_stopped_by_itself_goes_on_where_it_is_told_to(answering_llama, tmp_path):
+def test_a_run_that_stopped_by_itself_resumes_where_it_is_told_to(answering_llama, tmp_path):
     out, log = tmp_path / "out", tmp_path / "log"
     arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["stopped"])
     assert run(arguments, log, pretend_optimal) == 0, log.read_text()
@@ -350,7 +375,7 @@ def test_a_checkpoint_of_another_run_is_refused(never_interrupted, answering_lla
     arguments = small_run(answering_llama, tmp_path / "out", *NO_PICTURES, *SETTINGS["plain"])
     log = tmp_path / "log"
     assert run([*arguments, "--resume_from_checkpoint", str(other / "checkpoint-4")], log) == EXIT_INPUT_ERROR
-    assert "is of another run than --output_dir" in log.read_text()
+    assert "belongs to another run than --output_dir" in log.read_text()
 
 
 def test_resume_from_a_named_checkpoint(never_interrupted, answering_llama, tmp_path):
@@ -371,9 +396,9 @@ DISKS = [
     (None, at_call(torch, "save", 2, disk_full)),
     # The files before, between and after the checkpoints
     (None, at_call(Path, "replace", 1, disk_full)),
-    (2, at_call(llm_policy.grpo.diagnostics.MetricsFile, "on_log", 3, disk_full)),
+    (2, at_call(MetricsFile, "on_log", 3, disk_full)),
     (4, at_call(PeftModel, "save_pretrained", 5, disk_full_in_safetensors)),
-    (4, at_call(train_script, "save_evaluation", 1, disk_full)),
+    (4, at_call(tasks.tabular, "save_evaluation", 1, disk_full)),
 ]
 
 
@@ -386,8 +411,8 @@ def test_disk_full(checkpoint, sabotage, never_interrupted, answering_llama, tmp
     assert "Traceback" not in text
     (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
     assert "--resume_from_checkpoint auto" in line
-    assert any(words in line for words in train_script.DISK_WORDS)
-    whole = train_script.latest_checkpoint(out)
+    assert any(words in line for words in DISK_WORDS)
+    whole = latest_checkpoint(out)
     assert (whole and whole.name) == (checkpoint and f"checkpoint-{checkpoint}")
     assert run([*arguments, "--resume_from_checkpoint", "auto"], log) == 0, log.read_text()
     assert_same_end(out, never_interrupted("plain"))

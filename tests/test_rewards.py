@@ -7,9 +7,10 @@ from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting
 from llm_policy.environments.mdp import greedy_policy, optimal_q
 from llm_policy.errors import InputError
 from rewards import (
-    ORIGINAL_REWARD,
+    ORIGINAL_SHAPING,
+    REWARD_PARTS,
     REWARD_SHAPES,
-    AdvantageReward,
+    RewardShaping,
     advantage_reward,
     combined_reward,
     format_reward,
@@ -26,17 +27,17 @@ def reply(answer: str) -> str:
 
 CASES = [
     # completion, format, advantage, combined
-    # In form: the best action, the worst, and the two between
+    # Well-formed: the best action, the worst, and the two between
     (reply("RIGHT"), 1.0, 1.0, 1.0),
     (reply("UP"), 1.0, 0.0, 0.5),
     (reply("LEFT"), 1.0, 0.2, 0.6),
     (reply("DOWN"), 1.0, 0.6, 0.8),
     # Lower case counts the same
     (reply("right"), 1.0, 1.0, 1.0),
-    # In form without an action
+    # Well-formed without an action
     (reply("LEFT or UP"), 1.0, 0.0, 0.5),
     (reply(""), 1.0, 0.0, 0.5),
-    # An action out of form
+    # An action in a malformed reply
     ("<answer>RIGHT</answer>", 0.0, 1.0, 0.5),
     ("Well: " + reply("DOWN"), 0.0, 0.6, 0.3),
     # Neither
@@ -56,65 +57,65 @@ def test_the_seeds_rewards(completion, form, advantage, combined):
 
 
 SHAPES = [
-    # reward, Q-values -> reward of LEFT, DOWN, RIGHT, UP
+    # shaping, Q-values -> reward of LEFT, DOWN, RIGHT, UP
     # The original: the bonus is cut off at 1, so that it does nothing
-    (ORIGINAL_REWARD, Q_VALUES, [0.2, 0.6, 1.0, 0.0]),
-    (AdvantageReward(optimal_bonus=0.0), Q_VALUES, [0.2, 0.6, 1.0, 0.0]),
+    (ORIGINAL_SHAPING, Q_VALUES, [0.2, 0.6, 1.0, 0.0]),
+    (RewardShaping(optimal_bonus=0.0), Q_VALUES, [0.2, 0.6, 1.0, 0.0]),
     # Without the cap it is there
-    (AdvantageReward(cap_bonus=False), Q_VALUES, [0.2, 0.6, 1.2, 0.0]),
-    (AdvantageReward(optimal_bonus=0.5, cap_bonus=False), Q_VALUES, [0.2, 0.6, 1.5, 0.0]),
+    (RewardShaping(cap_bonus=False), Q_VALUES, [0.2, 0.6, 1.2, 0.0]),
+    (RewardShaping(optimal_bonus=0.5, cap_bonus=False), Q_VALUES, [0.2, 0.6, 1.5, 0.0]),
     # Two best actions: both are optimal
-    (AdvantageReward(cap_bonus=False), [0.5, 0.5, 0.3, 0.1], [1.2, 1.2, 0.5, 0.0]),
+    (RewardShaping(cap_bonus=False), [0.5, 0.5, 0.3, 0.1], [1.2, 1.2, 0.5, 0.0]),
     # ... also where the CSV's rounding parts them
-    (AdvantageReward(cap_bonus=False), [0.5, 0.5 - 1e-8, 0.3, 0.1], [1.2, 1.2, 0.5, 0.0]),
-    (AdvantageReward("rank"), [0.5, 0.5 - 1e-8, 0.3, 0.1], [1.0, 1.0, 1 / 3, 0.0]),
+    (RewardShaping(cap_bonus=False), [0.5, 0.5 - 1e-8, 0.3, 0.1], [1.2, 1.2, 0.5, 0.0]),
+    (RewardShaping("rank"), [0.5, 0.5 - 1e-8, 0.3, 0.1], [1.0, 1.0, 1 / 3, 0.0]),
     # ... and not where the Q-values do
-    (AdvantageReward(cap_bonus=False), [0.5, 0.5 - 5e-6, 0.3, 0.1], [1.2, 0.9999875, 0.5, 0.0]),
+    (RewardShaping(cap_bonus=False), [0.5, 0.5 - 5e-6, 0.3, 0.1], [1.2, 0.9999875, 0.5, 0.0]),
     # All Q-values equal, or equal but for rounding: every action is optimal
-    (ORIGINAL_REWARD, [0.3] * 4, [1.0] * 4),
-    (ORIGINAL_REWARD, [0.0] * 4, [1.0] * 4),
-    (AdvantageReward(cap_bonus=False), [0.3] * 4, [1.2] * 4),
-    (AdvantageReward(cap_bonus=False), [0.3, 0.3, 0.3 + 1e-10, 0.3 - 1e-10], [1.2] * 4),
+    (ORIGINAL_SHAPING, [0.3] * 4, [1.0] * 4),
+    (ORIGINAL_SHAPING, [0.0] * 4, [1.0] * 4),
+    (RewardShaping(cap_bonus=False), [0.3] * 4, [1.2] * 4),
+    (RewardShaping(cap_bonus=False), [0.3, 0.3, 0.3 + 1e-10, 0.3 - 1e-10], [1.2] * 4),
     # Negative Q-values, as on CliffWalking
-    (ORIGINAL_REWARD, [-13.0, -11.0, -12.0, -15.0], [0.5, 1.0, 0.75, 0.0]),
-    (ORIGINAL_REWARD, [-1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.5, 0.5]),
+    (ORIGINAL_SHAPING, [-13.0, -11.0, -12.0, -15.0], [0.5, 1.0, 0.75, 0.0]),
+    (ORIGINAL_SHAPING, [-1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.5, 0.5]),
     # Whole numbers
-    (ORIGINAL_REWARD, [0, 1, 2, 4], [0.0, 0.25, 0.5, 1.0]),
+    (ORIGINAL_SHAPING, [0, 1, 2, 4], [0.0, 0.25, 0.5, 1.0]),
     # Gap: exp(-10 * relative loss)
-    (AdvantageReward("gap"), [1.0, 0.95, 0.9, 0.0], [1.0, np.exp(-0.5), np.exp(-1.0), np.exp(-10.0)]),
-    (AdvantageReward("gap"), [-1.0, -1.1, -2.0, -1.0], [1.0, np.exp(-1.0), np.exp(-10.0), 1.0]),
-    (AdvantageReward("gap"), [0.0] * 4, [1.0] * 4),
-    (AdvantageReward("gap", cap_bonus=False), [1.0, 0.0, 0.0, 0.0], [1.2] + [np.exp(-10.0)] * 3),
+    (RewardShaping("gap"), [1.0, 0.95, 0.9, 0.0], [1.0, np.exp(-0.5), np.exp(-1.0), np.exp(-10.0)]),
+    (RewardShaping("gap"), [-1.0, -1.1, -2.0, -1.0], [1.0, np.exp(-1.0), np.exp(-10.0), 1.0]),
+    (RewardShaping("gap"), [0.0] * 4, [1.0] * 4),
+    (RewardShaping("gap", cap_bonus=False), [1.0, 0.0, 0.0, 0.0], [1.2] + [np.exp(-10.0)] * 3),
     # Rank: share of the others that are not better; ties share the better rank
-    (AdvantageReward("rank"), Q_VALUES, [1 / 3, 2 / 3, 1.0, 0.0]),
-    (AdvantageReward("rank"), [0.5, 0.5, 0.1, 0.1], [1.0, 1.0, 1 / 3, 1 / 3]),
-    (AdvantageReward("rank"), [0.3] * 4, [1.0] * 4),
-    (AdvantageReward("rank", cap_bonus=False), Q_VALUES, [1 / 3, 2 / 3, 1.2, 0.0]),
+    (RewardShaping("rank"), Q_VALUES, [1 / 3, 2 / 3, 1.0, 0.0]),
+    (RewardShaping("rank"), [0.5, 0.5, 0.1, 0.1], [1.0, 1.0, 1 / 3, 1 / 3]),
+    (RewardShaping("rank"), [0.3] * 4, [1.0] * 4),
+    (RewardShaping("rank", cap_bonus=False), Q_VALUES, [1 / 3, 2 / 3, 1.2, 0.0]),
 ]
 
 
-@pytest.mark.parametrize(("reward", "q_values", "expected"), SHAPES)
-def test_rewards_of_all_actions(reward, q_values, expected):
-    np.testing.assert_allclose(reward.of_actions([q_values]), [expected], atol=1e-6)
+@pytest.mark.parametrize(("shaping", "q_values", "expected"), SHAPES)
+def test_rewards_of_all_actions(shaping, q_values, expected):
+    np.testing.assert_allclose(shaping.of_actions([q_values]), [expected], atol=1e-6)
     # ... and completions that name them earn the same
-    earned = advantage_reward([reply(a) for a in ACTIONS], [q_values] * 4, reward)
+    earned = advantage_reward([reply(a) for a in ACTIONS], [q_values] * 4, shaping)
     np.testing.assert_allclose(earned, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", REWARD_SHAPES)
 def test_rewards_stay_in_range_and_keep_the_order_of_the_actions(shape):
     q_values_PA = np.random.default_rng(0).normal(size=(500, 4))
-    rewards_PA = AdvantageReward(shape, cap_bonus=False).of_actions(q_values_PA)
+    rewards_PA = RewardShaping(shape, cap_bonus=False).of_actions(q_values_PA)
     assert rewards_PA.min() >= 0
     assert rewards_PA.max() <= 1.2 + 1e-12
-    assert AdvantageReward(shape).of_actions(q_values_PA).max() <= 1.0
+    assert RewardShaping(shape).of_actions(q_values_PA).max() <= 1.0
     ranked_PA = np.take_along_axis(rewards_PA, q_values_PA.argsort(1), axis=1)
     assert (np.diff(ranked_PA, axis=1) >= 0).all()
     assert (ranked_PA[:, 3] > ranked_PA[:, 2]).all()
 
 
 def test_what_state_blind_policies_earn():
-    """Over the states that the expert visits, as often as it does; combined reward of the original, in form."""
+    """Over the states that the expert visits, as often as it does; combined reward of the original, well-formed."""
     grid = CANONICAL_GRIDS["4x4"]
     lake = lake_mdp(grid)
     q_SA = optimal_q(lake, gamma=0.99)
@@ -138,7 +139,7 @@ def test_what_state_blind_policies_earn():
 
 def test_reward_functions_take_what_trl_passes():
     """Keyword arguments only: prompts, completions of messages, token ids, every column of the data set, and more."""
-    functions = reward_functions(AdvantageReward(cap_bonus=False))
+    functions = reward_functions(RewardShaping(cap_bonus=False))
     assert [f.__name__ for f in functions] == ["combined_reward", "format_reward", "advantage_reward"]
     passed = {
         "prompts": [[{"role": "user", "content": "Where?"}]] * 2,
@@ -160,7 +161,7 @@ def test_reward_functions_take_what_trl_passes():
 
 @pytest.mark.parametrize("weights", [(1, 0, 0), (0, 1, 0), (0, 0.5, 0.5), (2, 0.1, 3)])
 def test_well_formed_rewards_are_what_the_functions_earn_together(weights):
-    functions = reward_functions(LOUD := AdvantageReward("minmax", 1.0, cap_bonus=False))
+    functions = reward_functions(LOUD := RewardShaping("minmax", 1.0, cap_bonus=False))
     replies = [reply(action) for action in ("LEFT", "DOWN", "RIGHT", "UP")]
     earned_FA = [function(completions=replies, q_values=[Q_VALUES] * 4) for function in functions]
     expected_A = np.array(weights) @ np.array(earned_FA)
@@ -172,7 +173,7 @@ def test_each_completion_is_judged_by_its_own_row():
     assert advantage_reward([reply("LEFT")] * 2, rows) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("function", reward_functions(ORIGINAL_REWARD))
+@pytest.mark.parametrize("function", reward_functions(ORIGINAL_SHAPING))
 def test_no_completions_no_rewards(function):
     assert function(completions=[], q_values=[]) == []
 
@@ -184,4 +185,47 @@ def test_rows_and_completions_must_match():
 
 def test_unknown_shape():
     with pytest.raises(InputError, match=r"--reward_shape 'softmax': expected one of minmax, gap, rank"):
-        AdvantageReward("softmax")
+        RewardShaping("softmax")
+
+
+# Other actions than the lake's -----------------------------------------------------------------------------------
+
+ORDERS = [
+    ("UP", "LEFT", "DOWN", "RIGHT"),
+    ("SOUTH", "NORTH", "EAST", "WEST", "PICKUP", "DROPOFF"),
+    ("STAY", "GO"),
+]
+
+
+@pytest.mark.parametrize("actions", ORDERS, ids="-".join)
+def test_a_completion_is_scored_by_the_name_of_its_action(actions):
+    """Whatever the order of the Q-values, and however many: the lake's order counts for the lake alone."""
+    q_values = [float(i) for i in range(len(actions))]
+    expected = [i / (len(actions) - 1) for i in range(len(actions))]
+    columns = {"completions": [reply(name) for name in actions], "q_values": [q_values] * len(actions)}
+    combined, form, advantage = reward_functions(ORIGINAL_SHAPING, actions)
+    assert advantage(**columns) == pytest.approx(expected)
+    assert combined(**columns) == pytest.approx([(1 + value) / 2 for value in expected])
+    assert form(**columns) == [1.0] * len(actions)
+    assert advantage_reward(columns["completions"], columns["q_values"], actions=actions) == pytest.approx(expected)
+    # Both ways to the same numbers: what the trainer expects of an action, and what a completion with it earns
+    assert well_formed_rewards([q_values], ORIGINAL_SHAPING, (1, 0, 0)) == pytest.approx(
+        np.array([combined(**columns)])
+    )
+
+
+def test_a_name_of_another_environment_is_no_action():
+    taxi = reward_functions(ORIGINAL_SHAPING, ORDERS[1])
+    assert [function(completions=[reply("LEFT")], q_values=[[1.0] * 6]) for function in taxi] == [[0.5], [1.0], [0.0]]
+    assert advantage_reward([reply("SOUTH")], [Q_VALUES]) == [0.0]
+
+
+def test_a_column_of_the_data_cannot_replace_what_is_bound():
+    """A dataset may have a column `actions`; the rewards keep the names that the task gave them."""
+    _, _, advantage = reward_functions(ORIGINAL_SHAPING, ("UP", "LEFT", "DOWN", "RIGHT"))
+    earned = advantage(completions=[reply("UP")], q_values=[[1.0, 0.0, 0.0, 0.0]], actions=["other"], shaping=["other"])
+    assert earned == [1.0]
+
+
+def test_every_part_has_a_name_that_trl_logs_as_a_reward():
+    assert all(part.function.__name__.endswith("_reward") for part in REWARD_PARTS)

@@ -8,11 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import yaml
-from datasets import Dataset
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file
@@ -21,23 +19,16 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tiny_models import build_tiny_model
 
 import evaluate_policy
+import tasks.frozen_lake
 import train_script
-from llm_policy.environments.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
-from llm_policy.environments.mdp import optimal_actions
+from llm_policy.chat import prompt_token_ids
+from llm_policy.environments.expert_q import ExpertOptions, write_expert_csv
 from llm_policy.errors import InputError, run_script
-from llm_policy.models import ROOT, load_model, load_tokenizer
-from llm_policy.run_files import only_process_in, resolved_config
-from prompts import prompt_token_ids
-from train_script import (
-    GRPO_FOLDER,
-    WARM_START_FOLDER,
-    ScriptArguments,
-    balancing_weights,
-    build_dataset,
-    held_out,
-    main,
-    parse_arguments,
-)
+from llm_policy.grpo.lifecycle import GRPO_FOLDER, WARM_START_FOLDER
+from llm_policy.models import load_model, load_tokenizer
+from llm_policy.run_files import ROOT, only_process_in
+from tasks.tabular import TableJudge
+from train_script import main, read_options
 
 LAPTOP = str(ROOT / "configs/laptop.yaml")
 CSV = ROOT / "expert_demos_batched_avg_q.csv"
@@ -129,10 +120,10 @@ def test_resolved_config_repeats_the_run(finished_run):
     _, out, arguments = finished_run
     config = yaml.safe_load((out / "resolved_config.yaml").read_text())
     assert (config["max_steps"], config["save_steps"], config["num_generations"]) == (2, 1, 4)
-    *first, _ = parse_arguments(arguments)
-    *again, path = parse_arguments(["--config", str(out / "resolved_config.yaml")])
-    assert path == str(out / "resolved_config.yaml")
-    for one, other in zip(first, again, strict=True):
+    first = read_options(arguments)
+    again = read_options(["--config", str(out / "resolved_config.yaml")])
+    assert again.config == str(out / "resolved_config.yaml")
+    for one, other in zip(first.groups, again.groups, strict=True):
         assert str(one) == str(other)
 
 
@@ -153,7 +144,7 @@ def test_metrics(finished_run):
     for line in lines:
         for name in (*LOGGED, *JUDGED):
             assert math.isfinite(line[name]), name
-        assert line["rewards/format_reward/mean"] > 0.3, "the taught model answers in form"
+        assert line["rewards/format_reward/mean"] > 0.3, "the taught model's answers are well-formed"
         assert line["reward"] == pytest.approx(line["rewards/combined_reward/mean"])
         combined = (line["rewards/format_reward/mean"] + line["rewards/advantage_reward/mean"]) / 2
         assert combined == pytest.approx(line["rewards/combined_reward/mean"], abs=1e-6)
@@ -223,7 +214,7 @@ def test_a_finished_run_is_shown_again_and_not_trained(finished_run, capsys):
         ("--max_steps", "3"),  # finished after two
     ],
 )
-def test_another_run_is_not_gone_on_with(finished_run, other):
+def test_another_run_is_not_resumed(finished_run, other):
     _, out, arguments = finished_run
     config = (out / "resolved_config.yaml").read_text()
     with pytest.raises(InputError, match=rf"{other[0]} {other[1]}: .* was begun with .* choose another --output_dir"):
@@ -250,6 +241,7 @@ def test_the_real_command(answering_llama, tmp_path):
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=one_thread, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("train_script.py: loading PyTorch, Transformers and TRL ...\n")
     lines = done.stdout.splitlines()
     assert lines[0] == f"CPU: {LAPTOP} with {answering_llama}, seed 0"
     assert any(line.startswith("verdict: ") for line in lines)
@@ -274,7 +266,7 @@ def test_warm_start_auto_leaves_out_what_is_not_needed(answering_llama, tmp_path
     out = tmp_path / "out"
     arguments = small_run(answering_llama, out, "--max_steps", 1, "--warm_start", "auto")
     assert main([*arguments, "--warm_start_threshold", "0.5"]) == 0
-    assert "of sampled completions are in form (50% needed)" in capsys.readouterr().out
+    assert "of sampled completions are well-formed (50% needed)" in capsys.readouterr().out
     assert not (out / "warm_start").exists()
     assert "warm start 0 steps" in (out / "result.txt").read_text()
 
@@ -321,18 +313,18 @@ def test_flags_arrive_and_what_is_trained_is_what_is_judged(answering_llama, tmp
     class Made(Exception):
         """The run ends where the trainer would be made."""
 
-    seen, judge = {}, train_script.model_policies
+    seen, answers = {}, TableJudge.answers
 
     def trainer(*_, **options):
         seen.update(options)
         raise Made
 
-    def judged(model, reader, *arguments):
-        seen["reader"] = reader
-        return judge(model, reader, *arguments)
+    def judged(judge, *arguments):
+        seen["judge"] = judge
+        return answers(judge, *arguments)
 
     monkeypatch.setattr(train_script, "PolicyTrainer", trainer)
-    monkeypatch.setattr(train_script, "model_policies", judged)
+    monkeypatch.setattr(TableJudge, "answers", judged)
     dry = write_expert_csv(ExpertOptions(is_slippery=False, rows="states", output=str(tmp_path / "dry.csv")))
     more = ("--expert_csv", dry, "--is_slippery", "false", "--observation", "grid", "--warm_start", "never")
     more += ("--action_entropy_coef", "0.7", "--reward_shape", "rank", "--balance_actions", "1")
@@ -340,9 +332,11 @@ def test_flags_arrive_and_what_is_trained_is_what_is_judged(answering_llama, tmp
         main(small_run(answering_llama, tmp_path / "out", *more))
     assert len(seen["train_dataset"]) == 11
     assert len(set(seen["train_dataset"]["state"])) < 11  # balanced: drawn
+    [lake], reader, words = seen["judge"].environments, seen["judge"].reader, seen["judge"].words
     for row in seen["train_dataset"]:
-        cell = tuple(row["map"].split("|")), row["state"]
-        assert prompt_token_ids(row["prompt"], seen["reader"].tokenizer) == seen["reader"].prompt(*cell)
+        assert row["map"] == str(lake)
+        judged_prompt = reader.prompt(words.messages(lake, row["state"]))
+        assert prompt_token_ids(row["prompt"], reader.tokenizer) == judged_prompt
         assert "Not slippery" in row["prompt"][0]["content"]
         assert "You are at" not in row["prompt"][-1]["content"]
     assert seen["action_entropy_coef"] == 0.7
@@ -364,11 +358,11 @@ def test_few_states_are_repeated_to_fill_a_batch(answering_llama, tmp_path, caps
     path.write_text("\n".join(CSV.read_text().splitlines()[:2]) + "\n")
     arguments = small_run(answering_llama, tmp_path / "out", "--expert_csv", path, "--max_steps", 1)
     assert main(arguments) == 0
-    assert "1 states for 2 prompts a batch: states are repeated" in capsys.readouterr().out
+    assert "1 rows for 2 prompts per batch: rows are repeated" in capsys.readouterr().out
 
 
 def test_stop_when_collapsed(tmp_path):
-    """A model that never answers in form: all groups are unanimous from the first step."""
+    """A model whose answers are never well-formed: all groups are unanimous from the first step."""
     model = build_tiny_model(tmp_path / "model")
     arguments = small_run(model, tmp_path / "out", "--max_steps", 20, "--stop_when", "collapsed", "--evaluate_steps", 0)
     assert main([*arguments, "--max_completion_length", "4", "--save_strategy", "no"]) == 0
@@ -376,20 +370,17 @@ def test_stop_when_collapsed(tmp_path):
     assert "collapsed: 100 % unanimous groups since step 1" in (tmp_path / "out/result.txt").read_text()
 
 
-def test_optional_arguments_survive_the_resolved_config(tmp_path):
-    arguments = ["--lr_scheduler_type", "cosine", "--lr_scheduler_kwargs", '{"num_cycles": 2}', "--beta", "0.1"]
-    arguments += ["--reward_weights", "0.5", "0.3", "0.2", "--lora_target_modules", "q_proj", "v_proj"]
-    *groups, _ = parse_arguments(["--config", LAPTOP, *arguments])
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(resolved_config(*groups)))
-    *again, _ = parse_arguments([f"--config={tmp_path}/config.yaml"])
-    for one, other in zip(groups, again, strict=True):
-        assert str(one) == str(other)
-
-
 def test_the_last_configuration_counts():
-    script, _, _, config = parse_arguments(["--config", LAPTOP, f"--config={ROOT}/configs/random_maps.yaml"])
-    assert config.endswith("random_maps.yaml")
-    assert script.test_maps == 200
+    options = read_options(["--config", LAPTOP, f"--config={ROOT}/configs/random_maps.yaml"])
+    assert options.config.endswith("random_maps.yaml")
+    assert options.task.test_maps == 200
+
+
+def test_a_configuration_can_name_the_task(places):
+    options = read_options(["--config", str(places / "taxi.yaml")])
+    assert (options.script.task, type(options.task).__name__) == ("taxi", "ComputedExpertArguments")
+    flags = ["--task", "frozen_lake", "--observation", "grid"]
+    assert read_options(["--config", str(places / "taxi.yaml"), *flags]).task.observation == "grid"
 
 
 # Bad input -----------------------------------------------------------------------------------------------------
@@ -400,6 +391,8 @@ CONFIGS = {
     "list.yaml": "- a\n- b\n",
     "empty.yaml": "",
     "bad_value.yaml": "reward_shape: softmax\n",
+    "bad_task.yaml": "task: nonsense\n",
+    "taxi.yaml": "task: taxi\noutput_dir: out\nuse_cpu: true\nbf16: false\nnum_generations: 2\n",
 }
 HEADER, ROW, *_ = CSV.read_text().splitlines()
 CSVS = {
@@ -440,6 +433,26 @@ def test_check_only_trains_nothing(more, code, words, places, tmp_path, capsys):
     assert main(small_run(places / "model", places / "other", "--check", "only", *more)) == code  # another run's folder
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize("use_cpu", [True, False])
+def test_a_configuration_for_a_gpu_says_so_where_there_is_none(use_cpu, places, tmp_path, capsys):
+    main(small_run(places / "model", tmp_path / "out", "--check", "only", "--use_cpu", use_cpu))
+    hint = "is made for a GPU, and there is none here; configs/laptop.yaml is made for a CPU"
+    assert (hint in capsys.readouterr().out) == (not use_cpu)
+
+
+@pytest.mark.parametrize(("task", "lakes_own"), [([], True), (["--task", "taxi"], False)])
+def test_help_has_the_options_of_the_task(task, lakes_own, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        main([*task, "--help"])
+    assert leaving.value.code == 0
+    printed = capsys.readouterr().out
+    for words in ("--task ", "--objective ", "--expert_csv ", "--help_all ", "exit codes: 0 done, 2 "):
+        assert words in printed
+    assert ("--observation " in printed) == lakes_own
+    assert "--vllm" not in printed
+
+
 def test_many_maps_judged_on_those_held_out(taught, tmp_path, capsys):
     lakes, out = tmp_path / "lakes.csv", tmp_path / "out"
     write_expert_csv(ExpertOptions(random_maps=5, rows="states", output=str(lakes)))
@@ -464,66 +477,14 @@ def test_many_maps_judged_on_those_held_out(taught, tmp_path, capsys):
 
 def test_a_leak_of_test_maps_is_an_error(taught, tmp_path, monkeypatch, capsys):
     lakes = write_expert_csv(ExpertOptions(random_maps=5, rows="states", output=str(tmp_path / "lakes.csv")))
-    monkeypatch.setattr(train_script, "held_out", lambda table, _: (table, list(dict.fromkeys(table["grid"]))[:3]))
+
+    def leaking(expert, *_):
+        return expert, list(dict.fromkeys(expert["environment"]))[:3]
+
+    monkeypatch.setattr(tasks.frozen_lake, "held_out", leaking)
     more = ("--expert_csv", lakes, "--test_maps", "3", "--check", "only")
     assert main(small_run(taught("llama"), tmp_path / "out", *more)) == 2
     assert "error: test maps are training maps: 3 of 3" in capsys.readouterr().out
-
-
-def test_maps_held_out_are_not_trained_on(tmp_path):
-    lakes = tmp_path / "lakes.csv"
-    write_expert_csv(ExpertOptions(random_maps=20, rows="states", output=str(lakes)))
-    table = read_expert_csv(lakes)
-    for seed in (1, 2):
-        rows, tested = held_out(table, ScriptArguments(test_maps=6, test_map_seed=seed))
-        assert len(set(tested)) == 6
-        assert set(rows["grid"]) == set(table["grid"]) - set(tested)
-        assert list(rows.index) == list(range(len(rows)))
-        assert tested == held_out(table, ScriptArguments(test_maps=6, test_map_seed=seed))[1]
-    assert tested != held_out(table, ScriptArguments(test_maps=6, test_map_seed=1))[1]
-
-
-def test_balancing_weights():
-    left, up, left_or_up = [1.0, 0.0, 0.0, 0.0], [0.1, 0.2, 0.3, 0.4], [0.5, 0.0, 0.0, 0.5]
-    assert balancing_weights(np.array([left] * 3 + [up])) == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
-    assert balancing_weights(np.array([left, up, left_or_up])) == pytest.approx([1 / 3, 1 / 3, 1 / 3])
-    assert balancing_weights(np.array([left, up, [0.5] * 4])) == pytest.approx([1 / 2, 1 / 2, 0.0])
-    assert balancing_weights(np.array([[0.5] * 4] * 2)) == pytest.approx([1 / 2, 1 / 2])
-
-
-def test_balanced_rows_show_each_best_action_equally_often(tmp_path):
-    lakes = tmp_path / "lakes.csv"
-    write_expert_csv(ExpertOptions(random_maps=200, rows="states", is_slippery=False, output=str(lakes)))
-    table = read_expert_csv(lakes)
-    prompts = [[{"role": "user", "content": str(row)}] for row in range(len(table))]
-
-    def rows(seed: int, balanced_share: float) -> Dataset:
-        _, training, _, _ = parse_arguments(small_run(tmp_path, tmp_path / "out", "--seed", seed))
-        return build_dataset(table, prompts, training, balanced_share)
-
-    def share_A(dataset: Dataset) -> np.ndarray:
-        best_PA = optimal_actions(np.array(dataset["q_values"]))
-        return (best_PA / best_PA.sum(axis=1, keepdims=True)).mean(axis=0)
-
-    as_they_are, balanced = rows(0, 0), rows(0, 1)
-    assert share_A(as_they_are).min() < 0.1  # on dry ice the way leads down and right
-    assert share_A(balanced) == pytest.approx([0.25] * 4, abs=0.03)
-    assert share_A(rows(0, 0.5)) == pytest.approx((share_A(as_they_are) + share_A(balanced)) / 2, abs=0.03)
-    assert not optimal_actions(np.array(balanced["q_values"])).all(axis=1).any()
-    for row in list(balanced)[:20]:
-        of_table = table.iloc[int(row["prompt"][0]["content"])]
-        assert (row["state"], row["q_values"]) == (of_table["state"], list(of_table["q_values"]))
-    assert balanced["prompt"] == rows(0, 1)["prompt"]  # a resumed run sees the same rows
-    assert balanced["prompt"] != rows(1, 1)["prompt"]
-
-
-def test_of_a_short_table_as_many_rows_are_drawn_as_the_run_reads(tmp_path):
-    table = read_expert_csv(CSV)
-    prompts = [[{"role": "user", "content": str(i)}] for i in range(len(table))]
-    _, training, _, _ = parse_arguments(small_run(tmp_path, tmp_path / "out", "--max_steps", 300))
-    dataset = build_dataset(table, prompts, training, 1.0)
-    assert len(dataset) == 300 * 2  # two prompts a step
-    assert set(dataset["state"]) == set(table["state"])
 
 
 BAD_INPUT = [
@@ -531,6 +492,9 @@ BAD_INPUT = [
     # Flags and configurations
     (["--learning_rte", "1"], "--learning_rte"),
     (["stray"], "stray"),
+    (["--see", "5"], "unknown arguments: --see 5 (did you mean --seed?)"),  # abbreviated
+    (["--task", "nonsense"], "--task nonsense: expected one of frozen_lake, cliff_walking, taxi"),
+    (["--task", "taxi", "--observation", "grid"], "unknown arguments: --observation grid"),
     (["--learning_rate", "high"], "'high'"),
     (["--temperature", "0"], "--temperature 0: expected a number above 0"),
     (["--gradient_accumulation_steps", "0"], "--gradient_accumulation_steps 0: expected an integer of at least 1"),
@@ -559,6 +523,7 @@ BAD_INPUT = [
     (["--config", "{tmp}/empty.yaml"], "{tmp}/empty.yaml must contain a YAML mapping"),
     (["--config", "{tmp}"], "{tmp}"),
     (["--config", "{tmp}/bad_value.yaml"], "--reward_shape 'softmax'"),
+    (["--config", "{tmp}/bad_task.yaml"], "--task nonsense: expected one of frozen_lake, cliff_walking, taxi"),
     # Values
     (["--reward_shape", "softmax"], "--reward_shape 'softmax': expected one of minmax, gap, rank"),
     (["--objective", "ppo"], "--objective 'ppo': expected one of expected, grpo"),

@@ -4,7 +4,7 @@
     python -m llm_policy.environments.expert_q --map 8x8 --output runs/lake_8x8.csv
     python -m llm_policy.environments.expert_q --random_maps 2200 --rows states --output runs/lakes.csv
     python -m llm_policy.environments.expert_q --method q_learning --output runs/learned.csv    # learned, not computed
-    python -m llm_policy.environments.expert_q --env_id Taxi-v3 --rows states --output runs/taxi.csv
+    python -m llm_policy.environments.expert_q --env_id Taxi-v4 --rows states --output runs/taxi.csv
 
 Columns: state,state_str,action,action_text,q_value_<action>,reward,next_state,done,batch_idx. On the lake `state_str`
 shows the map before the step, rows joined by "|", the agent as A. `done` is true where the environment ended the
@@ -105,6 +105,7 @@ def learn_q(
     """
     mdp = environment.mdp
     outcomes, actions = mdp.next_states_SAK.shape[2], mdp.rewards_SA.shape[1]  # outcomes are equally likely
+    wins_S = _wins(environment) if outcomes > 1 else None
     starts = np.array(environment.acting_states)
     random = np.random.default_rng(seed)
     run_R = np.arange(runs)
@@ -120,7 +121,7 @@ def learn_q(
             for action_R, outcome_R, start_R in zip(actions_TR, outcomes_TR, starts_TR, strict=True):
                 next_R = mdp.next_states_SAK[state_R, action_R, outcome_R]
                 # Of a single outcome the expected reward is the reward; with several it is paid for reaching the goal
-                reward_R = mdp.rewards_SA[state_R, action_R] if outcomes == 1 else _goal_reward(environment, next_R)
+                reward_R = mdp.rewards_SA[state_R, action_R] if wins_S is None else wins_S[next_R]
                 here = (run_R, state_R, action_R)
                 visits_RSA[here] += 1
                 # Where the episode ends Q stays 0, so the bootstrap vanishes there.
@@ -131,9 +132,10 @@ def learn_q(
     return q_RSA
 
 
-def _goal_reward(lake: FrozenLake, next_R: np.ndarray) -> np.ndarray:
-    wins_S = np.array([letter == "G" for letter in "".join(lake.grid)], dtype=float)
-    return wins_S[next_R]
+def _wins(environment: TableEnvironment) -> np.ndarray:
+    """1 for the goals, 0 for all other states of a lake."""
+    assert isinstance(environment, FrozenLake), "no other environment here has several outcomes of an action"
+    return np.array([letter == "G" for letter in "".join(environment.grid)], dtype=float)
 
 
 def expert_q(environment: TableEnvironment, options: ExpertOptions, progress: bool = False) -> np.ndarray:
@@ -216,8 +218,9 @@ def write_expert_csv(options: ExpertOptions, progress: bool = False) -> Path:
 
 def expert_environments(options: ExpertOptions) -> list[TableEnvironment]:
     """The environments that the options name: one, or many lakes."""
-    if options.env_id != FrozenLake.env_id:
-        return [ENVIRONMENTS[options.env_id]()]
+    kind = ENVIRONMENTS[options.env_id]
+    if not issubclass(kind, FrozenLake):
+        return [kind()]
     if options.random_maps:
         grids = random_grids(options.random_maps, options.map_size, options.seed)
     else:
@@ -225,7 +228,7 @@ def expert_environments(options: ExpertOptions) -> list[TableEnvironment]:
     return [FrozenLake(grid, options.is_slippery) for grid in grids]
 
 
-def read_expert_csv(path: str | Path, kind: type = FrozenLake, **options) -> pd.DataFrame:
+def read_expert_csv(path: str | Path, kind: type[TableEnvironment] = FrozenLake, **options) -> pd.DataFrame:
     """An expert's CSV as a table: one row for each distinct (environment, state), in the order of first appearance.
 
     Columns: `state_str`, `environment` (a `TableEnvironment`), `state` (int), `action` (int, the most frequent one),

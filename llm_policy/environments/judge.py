@@ -273,7 +273,7 @@ def save_evaluation(
     figure = policy_figure(
         [(title, environments[m], p.policies_SA[m], best_actions(environments[m])) for p, m, title in shown]
     )
-    with writing(folder, "make room, or name another folder"):
+    with writing(f"--output_dir {folder}", "make room, or name another folder"):
         folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(folder / PICTURE_FILE, dpi=120)
         write_whole(folder / EVALUATION_FILE, text)  # last: the mark of a finished run

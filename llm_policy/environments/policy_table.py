@@ -151,7 +151,7 @@ def best_constant_action(environment: TableEnvironment, horizon_steps: int | Non
     states, actions = environment.mdp.rewards_SA.shape
     horizon_steps = horizon_steps or environment.horizon_steps
     earned_A = [
-        policy_return(environment.mdp, constant_policy(states, action, actions), horizon_steps=horizon_steps)
+        float(policy_return(environment.mdp, constant_policy(states, action, actions), horizon_steps=horizon_steps))
         for action in range(actions)
     ]
     return int(np.argmax(earned_A))

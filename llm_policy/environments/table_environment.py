@@ -60,6 +60,8 @@ class TableEnvironment(Protocol):
     @property
     def horizon_steps(self) -> int: ...
 
+    def __hash__(self) -> int: ...
+
     def state_text(self, state: int) -> str:
         """One line for `state_str` of the expert's CSV."""
 

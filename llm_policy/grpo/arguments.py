@@ -43,38 +43,25 @@ class ScriptArguments:
 
     task: str = field(default="frozen_lake", metadata={"help": "What is trained: a name in tasks/__init__.py."})
     objective: str = field(
-        default="grpo", metadata={"help": f"{' or '.join(OBJECTIVES)}: see llm_policy/grpo/expected.py."}
+        default="grpo", metadata={"help": f"{' or '.join(OBJECTIVES)} (llm_policy/grpo/expected.py)."}
     )
-    action_entropy_coef: float = field(
-        default=0.0, metadata={"help": "Objective `expected`: weight of the action distribution's entropy (nats)."}
-    )
-    packed: bool = field(default=True, metadata={"help": "One row per prompt and group; false: TRL's own path."})
+    action_entropy_coef: float = field(default=0.0, metadata={"help": "expected: weight of the action entropy (nats)."})
+    packed: bool = field(default=True, metadata={"help": "One row per prompt and group; false: TRL's pass."})
     merged_sampling: bool = field(
         default=True,
-        metadata={"help": "Decode with the adapter merged into a copy of the weights; false: slower, no copy."},
+        metadata={"help": "Decode with merged weights; false: no copy."},
     )
-    warm_start: str = field(
-        default="auto", metadata={"help": "Teach the form of an answer first: auto (where needed), always, never."}
-    )
+    warm_start: str = field(default="auto", metadata={"help": "Teach the form first: auto, always or never."})
     warm_start_steps: int = field(default=60, metadata={"help": "At most so many steps of it."})
     warm_start_prompts: int = field(default=11, metadata={"help": "Prompts per step, each with all its replies."})
     warm_start_learning_rate: float = field(default=1e-3, metadata={"help": "Its learning rate (AdamW, constant)."})
-    warm_start_threshold: float = field(
-        default=0.9, metadata={"help": "Share of well-formed sampled completions that makes it unnecessary or ends it."}
-    )
-    evaluate_steps: int = field(
-        default=10, metadata={"help": "Judge the greedy policy every so many steps; 0: at the end only."}
-    )
+    warm_start_threshold: float = field(default=0.9, metadata={"help": "Share of well-formed samples that ends it."})
+    evaluate_steps: int = field(default=10, metadata={"help": "Judge every so many steps; 0: at the end only."})
     check: str = field(
         default="stop",
-        metadata={
-            "help": "Data and prompts before the first step. stop: an error ends the run; warn: say it and continue; "
-            "only: say it and end."
-        },
+        metadata={"help": "Data and prompts first: stop at an error, warn and continue, or check only."},
     )
-    samples_per_state: int = field(
-        default=8, metadata={"help": "Completions per prompt for the sampled policy in the last table."}
-    )
+    samples_per_state: int = field(default=8, metadata={"help": "Samples per prompt in the last table; 0: none."})
     stop_when: str = field(default="never", metadata={"help": f"End early: {', '.join(STOP_CONDITIONS)}."})
 
     def __post_init__(self) -> None:

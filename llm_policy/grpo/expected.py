@@ -132,13 +132,17 @@ def find_answer(
     action_ids: Sequence[tuple[int, ...]],
 ) -> range | None:
     """Positions of the action's tokens in a completion that names one of `actions` in its usual tokens, else None."""
-    answer = parse_completion(tokenizer.decode(completion_ids, skip_special_tokens=True)).answer
+    answer = parse_completion(_text(tokenizer, completion_ids)).answer
     if answer not in actions:
         return None
     wanted = action_ids[actions.index(answer)]
     for start in range(len(completion_ids) - len(wanted), 0, -1):
         if tuple(completion_ids[start : start + len(wanted)]) != wanted:
             continue
-        if tokenizer.decode(completion_ids[:start], skip_special_tokens=True).endswith("<answer>"):
+        if _text(tokenizer, completion_ids[:start]).endswith("<answer>"):
             return range(start, start + len(wanted))
     return None
+
+
+def _text(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:
+    return str(tokenizer.decode(token_ids, skip_special_tokens=True))

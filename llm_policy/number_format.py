@@ -1,0 +1,105 @@
+"""bfloat16 or float32: what this machine computes faster, found by measuring a small product in both.
+
+A processor without bfloat16 instructions takes up to 29 times as long with bfloat16 (most laptops; AMD before Zen 4).
+"""
+
+import time
+from collections.abc import Sequence
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+import yaml
+from torch.nn.functional import linear
+
+from llm_policy.command_line import read_option
+from llm_policy.run_files import CONFIG_FILE
+
+FORMATS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+ROWS, INPUTS, OUTPUTS = 32, 576, 1536  # a layer of the embedded model
+SECONDS_PER_FORMAT = 0.05
+DEFAULT = "float32"  # of TRL, which a resolved configuration leaves out
+SLOW = 1.5  # so many times slower than the other format is worth a line
+
+
+@cache
+def product_seconds(dtype: str) -> float:
+    """Seconds of one small product, forward and backward, on one CPU thread: the best within a twentieth second.
+
+    One thread, because several wait for each other where other programs run, and then both formats look alike.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _best_seconds(FORMATS[dtype])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _best_seconds(dtype: torch.dtype) -> float:
+    generator = torch.Generator().manual_seed(0)
+    inputs_RI = torch.randn(ROWS, INPUTS, generator=generator).to(dtype)
+    weights_OI = torch.randn(OUTPUTS, INPUTS, generator=generator).to(dtype)
+    weights_OI.requires_grad_()
+
+    def product() -> float:
+        started = time.perf_counter()
+        torch.autograd.grad(linear(inputs_RI, weights_OI).sum(), weights_OI)
+        return time.perf_counter() - started
+
+    product()  # the first one sets up the library
+    began, best = time.perf_counter(), product()
+    while time.perf_counter() - began < SECONDS_PER_FORMAT:
+        best = min(best, product())
+    return best
+
+
+def faster_format(on_gpu: bool) -> tuple[str, str]:
+    """The format and a line that says why."""
+    if on_gpu:
+        dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+        return dtype, f"number format: {dtype}, by what the GPU has instructions for"
+    bfloat16, float32 = (product_seconds(dtype) for dtype in ("bfloat16", "float32"))
+    dtype, times = ("bfloat16", float32 / bfloat16) if bfloat16 <= float32 else ("float32", bfloat16 / float32)
+    other = "float32" if dtype == "bfloat16" else "bfloat16"
+    return dtype, f"number format: {dtype}, {times:.1f} times as fast as {other} on this processor (measured)"
+
+
+def cost_of(dtype: str, on_gpu: bool) -> str | None:
+    """A line for a format that was named by hand and is much the slower one; None else."""
+    if on_gpu or dtype not in FORMATS:
+        return None
+    other = "float32" if dtype == "bfloat16" else "bfloat16"
+    times = product_seconds(dtype) / product_seconds(other)
+    if times < SLOW:
+        return None
+    slower = f"{times:.0f} times as slow as {other} on this processor (measured)"
+    return f"--dtype {dtype}: {slower}; --dtype auto takes {other}"
+
+
+def number_format(argv: Sequence[str], default_config: Path) -> tuple[list[str], str]:
+    """What `--dtype auto` and a missing --bf16 come to, as further flags; and a line on what was chosen or costs time.
+
+    A run that is resumed keeps its format, because another one makes another adapter.
+    """
+    if {"-h", "--help", "--help_all", "--help-all"} & set(argv):
+        return [], ""
+    given = partial(read_option, argv, default="", default_config=default_config)
+    on_gpu = torch.cuda.is_available() and given("use_cpu").lower() != "true"
+    dtype, chosen, line = given("dtype"), [], None
+    if dtype == "auto":
+        begun = begun_with(Path(given("output_dir"))) if given("resume_from_checkpoint") else None
+        dtype, line = (begun, f"number format: {begun}, as the run began") if begun else faster_format(on_gpu)
+        chosen += ["--dtype", dtype]
+    line = cost_of(dtype, on_gpu) or line
+    if dtype and not given("bf16"):  # mixed precision follows the weights
+        chosen += ["--bf16", str(dtype == "bfloat16").lower()]
+    return chosen, line or ""
+
+
+def begun_with(output_dir: Path) -> str | None:
+    """The format of the run in this folder; None where there is none."""
+    try:
+        return str(dict(yaml.safe_load((output_dir / CONFIG_FILE).read_text()) or {}).get("dtype", DEFAULT))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None  # no run, or one that check_same_run refuses

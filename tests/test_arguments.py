@@ -1,0 +1,164 @@
+"""Rules for a run's options: TRL's lists of choices, adapters that can be joined, batches that come out even."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from peft import LoraConfig
+from trl import GRPOConfig, ModelConfig, get_peft_config
+
+from llm_policy.adapters import UNJOINABLE, check_adapter_options, check_joinable
+from llm_policy.errors import InputError
+from llm_policy.grpo import arguments as rules
+from llm_policy.grpo.arguments import TRL_CHOICES, ScriptArguments, check_arguments, check_task
+
+LORA = {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]}
+
+
+def training(**options) -> GRPOConfig:
+    given = {"output_dir": "out", "use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 2}
+    return GRPOConfig(**(given | options))
+
+
+# TRL's choices -----------------------------------------------------------------------------------------------------
+
+
+def quoted(help_text: str) -> set[str]:
+    """Values in a help text of TRL: 'grpo', `'token'` and, as it happens, `group'`."""
+    return set(re.findall(r"(\w+)'(?!\w)", help_text)) | set(re.findall(r"'(\w+)'", help_text))
+
+
+@pytest.mark.parametrize("name", TRL_CHOICES)
+def test_trl_names_the_choices_that_stand_here(name):
+    """TRL has no list to import. A release that adds, renames or drops one is seen here."""
+    options = {field.name: field for field in fields(GRPOConfig)}
+    named = quoted(options[name].metadata["help"])
+    missing = set(TRL_CHOICES[name]) - named
+    assert not missing, f"TRL no longer names them: {missing}"
+    known = {value for values in TRL_CHOICES.values() for value in values}  # a help text may name another option's
+    assert named <= known, f"new in TRL: {named - known}"
+    assert options[name].default in TRL_CHOICES[name]
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in TRL_CHOICES for value in TRL_CHOICES[name]])
+def test_every_choice_is_accepted(name, value):
+    check_arguments(ScriptArguments(objective="grpo"), training(**{name: value}), ModelConfig(**LORA))
+
+
+@pytest.mark.parametrize("name", TRL_CHOICES)
+def test_every_other_choice_is_refused(name):
+    config = training()
+    setattr(config, name, "nonsense")
+    with pytest.raises(InputError, match=f"^--{name} 'nonsense': expected one of {', '.join(TRL_CHOICES[name])}$"):
+        check_arguments(ScriptArguments(), config, ModelConfig(**LORA))
+
+
+@pytest.mark.parametrize("name", [*rules.REFUSED, *rules.SHOWN_OTHERWISE, *rules.LENGTH])
+def test_every_option_that_has_a_rule_is_there(name):
+    known = {field.name for group in (GRPOConfig, ScriptArguments) for field in fields(group)}
+    assert name in known | {"episodes"}  # of the tasks
+
+
+# Adapters ----------------------------------------------------------------------------------------------------------
+
+PLAIN = {"lora_r": 4, "lora_alpha": 8, "lora_dropout": 0.1, "use_rslora": True, "lora_task_type": "SEQ_CLS"}
+ODD = {"use_dora": True, "lora_modules_to_save": ["lm_head"], "lora_target_parameters": ["experts.gate_up_proj"]}
+
+
+def refuses(check, *arguments) -> bool:
+    try:
+        check(*arguments)
+    except InputError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("option", [None, *PLAIN, *ODD])
+def test_an_option_is_refused_where_its_adapter_could_not_be_joined(option):
+    """Otherwise a run would end with an adapter that the next one cannot be trained on, or not end at all."""
+    model = ModelConfig(**LORA, **{name: value for name, value in (PLAIN | ODD).items() if name == option})
+    is_refused = refuses(check_adapter_options, model)
+    assert is_refused == (option in ODD)
+    assert is_refused == refuses(check_joinable, Path("adapter"), get_peft_config(model))
+
+
+def test_the_cases_above_are_all_that_trl_and_peft_have():
+    known = {field.name for field in fields(ModelConfig) if "lora" in field.name or "dora" in field.name}
+    assert known == {*PLAIN, *ODD, "lora_target_modules"}
+    assert {option for option in UNJOINABLE.values() if option} == set(ODD)
+    assert set(UNJOINABLE) <= {field.name for field in fields(LoraConfig)}
+    for name, option in UNJOINABLE.items():
+        if option is None:
+            assert not {name, f"lora_{name}"} & {field.name for field in fields(ModelConfig)}, f"now in TRL: {name}"
+
+
+# Batches -----------------------------------------------------------------------------------------------------------
+
+BATCHES = [
+    # options, what the line says (None: accepted)
+    ({"num_iterations": 2, "save_steps": 4}, None),
+    ({"num_iterations": 2, "save_steps": 5}, "--save_steps 5: expected a multiple of 2, optimiser steps on one batch"),
+    ({"num_iterations": 2, "save_steps": 5, "save_strategy": "no"}, None),
+    ({"gradient_accumulation_steps": 2, "save_steps": 1}, None),
+    ({"gradient_accumulation_steps": 2, "steps_per_generation": 4, "save_steps": 2}, None),
+    (
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
+        "--steps_per_generation 3: 1.5 optimiser steps on one batch of completions; expected a whole number",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BATCHES)
+def test_steps_and_checkpoints_come_out_even_with_their_batches(options, message):
+    arguments = ScriptArguments(), training(**options), ModelConfig(**LORA)
+    if message is None:
+        check_arguments(*arguments)
+    else:
+        with pytest.raises(InputError, match=f"^{message}"):
+            check_arguments(*arguments)
+
+
+# What a task lacks -------------------------------------------------------------------------------------------------
+
+
+def sum_reward(completions, **_): ...
+
+
+def length_reward(completions, **_): ...
+
+
+def task(**parts) -> SimpleNamespace:
+    without = {"actions": (), "action_rewards": None, "lessons": (), "reward_functions": [sum_reward, length_reward]}
+    return SimpleNamespace(**(without | parts))
+
+
+LACKING = [
+    # script's options, TRL's, parts of the task, what the line says (None: accepted)
+    ({}, {}, {}, None),
+    ({"objective": "expected"}, {}, {"actions": ["A"], "action_rewards": list}, None),
+    ({"objective": "expected"}, {}, {}, "--objective expected: --task frozen_lake knows no reward for every legal"),
+    ({"objective": "expected"}, {}, {"actions": ["A"]}, "--objective expected: --task frozen_lake knows no reward"),
+    ({"objective": "expected"}, {}, {"action_rewards": list}, "--objective expected: --task frozen_lake knows no"),
+    ({"warm_start": "always"}, {}, {"lessons": [([], ["reply"])]}, None),
+    ({"warm_start": "always"}, {}, {}, "--warm_start always: --task frozen_lake has no replies to teach"),
+    ({"warm_start": "auto"}, {}, {}, None),
+    ({}, {"reward_weights": [1.0, 0.0]}, {}, None),
+    (
+        {},
+        {"reward_weights": [1.0]},
+        {},
+        r"--reward_weights \[1.0\]: expected one for each of sum_reward, length_reward$",
+    ),
+]
+
+
+@pytest.mark.parametrize(("script", "options", "parts", "message"), LACKING)
+def test_what_a_task_lacks(script, options, parts, message):
+    arguments = ScriptArguments(**script), training(**options), task(**parts)
+    if message is None:
+        check_task(*arguments)
+    else:
+        with pytest.raises(InputError, match=f"^{message}"):
+            check_task(*arguments)

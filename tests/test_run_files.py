@@ -1,0 +1,205 @@
+"""What every run leaves in its folder: a configuration that repeats it, run.json, one process at a time."""
+
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+from trl import GRPOConfig, ModelConfig
+
+import tasks.frozen_lake
+from llm_policy.command_line import parse_arguments
+from llm_policy.errors import InputError
+from llm_policy.grpo.arguments import ScriptArguments
+from llm_policy.run_files import (
+    CONFIG_FILE,
+    ROOT,
+    RUN_FILE,
+    check_output_dir,
+    check_same_run,
+    only_process_in,
+    resolved_config,
+    run_settings,
+    write_run_files,
+    write_whole,
+)
+
+LAPTOP = str(ROOT / "configs/laptop.yaml")
+TRAINING_GROUPS = (ScriptArguments, tasks.frozen_lake.Arguments, GRPOConfig, ModelConfig)
+
+
+@dataclass
+class Small:
+    """Options of a script that trains nothing."""
+
+    seed: int = 0
+    names: list[str] = field(default_factory=list)
+    output_dir: str = "out"
+
+
+@pytest.fixture
+def nothing_is_writable(monkeypatch):
+    """A disk that refuses, to root as well."""
+
+    def refuse(path, *_, **__):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+
+
+# The configuration -------------------------------------------------------------------------------------------------
+
+
+def test_only_what_differs_from_its_default_is_in_the_configuration():
+    assert resolved_config(Small()) == {}
+    assert resolved_config(Small(seed=3), Small(names=["a"])) == {"seed": 3, "names": ["a"]}
+    assert resolved_config(Small(names=[object()])) == {}, "only what a YAML file can say"
+
+
+def test_optional_arguments_survive_the_resolved_config(tmp_path):
+    arguments = ["--lr_scheduler_type", "cosine", "--lr_scheduler_kwargs", '{"num_cycles": 2}', "--beta", "0.1"]
+    arguments += ["--reward_weights", "0.5", "0.3", "0.2", "--lora_target_modules", "q_proj", "v_proj"]
+    groups, _ = parse_arguments(["--config", LAPTOP, *arguments], TRAINING_GROUPS, description="d")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(resolved_config(*groups)))
+    again, _ = parse_arguments([f"--config={tmp_path}/config.yaml"], TRAINING_GROUPS, description="d")
+    for one, other in zip(groups, again, strict=True):
+        assert str(one) == str(other)
+
+
+# Writing -----------------------------------------------------------------------------------------------------------
+
+
+def test_no_half_of_a_file_is_seen(tmp_path, monkeypatch):
+    file = tmp_path / "result.txt"
+    write_whole(file, "first")
+    write_whole(file, "second")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("result.txt", "second")]
+
+    class Killed(Exception):
+        pass
+
+    def killed(path, text):
+        os.write(os.open(path, os.O_CREAT | os.O_WRONLY), text[:2].encode())
+        raise Killed
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(Killed):
+        write_whole(file, "third")
+    assert file.read_text() == "second"
+
+
+def test_a_run_says_what_it_is_and_a_resumed_one_keeps_it(tmp_path, monkeypatch):
+    out, groups, settings = tmp_path / "runs/out", [Small(seed=7)], {"task": "taxi"}
+    monkeypatch.setattr(sys, "argv", ["/somewhere/script.py", "--seed", "7", "--names", "a b"])
+    write_run_files(out, groups, "configs/x.yaml", 7, settings, "a CPU, 2 CPU threads")
+    assert yaml.safe_load((out / CONFIG_FILE).read_text()) == {"seed": 7}
+    first = run_settings(out)
+    assert (first["config"], first["seed"], first["task"]) == ("x.yaml", 7, "taxi")
+    assert (first["command"], first["device"]) == ("python script.py --seed 7 --names 'a b'", "a CPU, 2 CPU threads")
+    assert len(first["commit"]) in (len("unknown"), 40)
+    assert {"date", "python", "versions"} <= set(first)
+
+    monkeypatch.setattr(sys, "argv", ["script.py", "--seed", "7", "--resume_from_checkpoint", "auto"])
+    for times in (1, 2):
+        write_run_files(out, groups, "configs/y.yaml", 7, {"task": "other", "new": 1}, "a GPU")
+        second = run_settings(out)
+        parts = second.pop("resumed")
+        assert len(parts) == times
+        assert set(parts[0]) == {"date", "command", "commit", "device"}
+        assert (parts[-1]["device"], "auto" in parts[-1]["command"]) == ("a GPU", True)
+        assert second == first | {"new": 1}, "the beginning keeps its command, commit and device"
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, nothing_is_writable):
+    words = rf"^--output_dir {tmp_path}: cannot be written \(.*No space left.*\); once it can, --again resumes the run$"
+    with pytest.raises(InputError, match=words):
+        write_run_files(tmp_path, [Small()], "", 0, {}, "a CPU", resume="--again")
+
+
+def test_settings_of_what_is_no_run(tmp_path):
+    assert run_settings(tmp_path) == {}
+    assert run_settings("google/gemma-2b-it") == {}
+    (tmp_path / RUN_FILE).write_text(json.dumps({"seed": 1})[:-1])
+    with pytest.raises(InputError, match=f"^{tmp_path / RUN_FILE}: is no JSON .*; judge another folder, or train"):
+        run_settings(tmp_path)
+
+
+# Who may write in a folder -----------------------------------------------------------------------------------------
+
+
+def test_one_process_at_a_time(tmp_path):
+    out = tmp_path / "runs/out"
+    with only_process_in(out):
+        assert out.is_dir()
+        with pytest.raises(InputError, match=f"^--output_dir {out}: another process is at work there; wait for it"):
+            only_process_in(out).__enter__()
+    assert not out.exists(), "left empty"
+    with only_process_in(out):
+        (out / "file").touch()
+    assert [path.name for path in out.iterdir()] == ["file"]
+
+
+def test_a_killed_process_leaves_no_lock(tmp_path):
+    if child := os.fork():
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    else:
+        lock = only_process_in(tmp_path)  # named, or its end would come with the garbage
+        lock.__enter__()
+        os._exit(3)
+    assert (tmp_path / ".lock").exists()
+    with only_process_in(tmp_path):
+        pass
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=f"^--output_dir {tmp_path / 'file/out'}: cannot be written "):
+        only_process_in(tmp_path / "file/out").__enter__()
+
+
+def test_a_folder_with_another_run_is_not_written_to(tmp_path):
+    check_output_dir(tmp_path, resumes=False)
+    check_output_dir(tmp_path / "nothing", resumes=False)
+    for trace in (tmp_path / "one" / CONFIG_FILE, tmp_path / "two" / "checkpoint-5"):
+        trace.mkdir(parents=True)
+        check_output_dir(trace.parent, resumes=True)
+        with pytest.raises(InputError, match=f"^--output_dir {trace.parent}: holds another run; choose another folder"):
+            check_output_dir(trace.parent, resumes=False)
+    (tmp_path / "file").touch()
+    for resumes in (False, True):
+        with pytest.raises(InputError, match=f"^--output_dir {tmp_path / 'file'}: is a file; name a folder"):
+            check_output_dir(tmp_path / "file", resumes)
+
+
+SAME_RUN = [
+    # of the configuration, of the command, what may differ, what the line says (None: accepted)
+    ("{seed: 3}", Small(seed=3), (), None),
+    ("{}", Small(), (), None),
+    ("", Small(), (), None),
+    ("{seed: 3}", Small(seed=4), ("seed",), None),
+    ("{seed: 3}", Small(seed=3, output_dir="moved"), ("output_dir",), None),
+    ("{seed: 3}", Small(seed=4), (), "--seed 4: {out} was begun with 3; resume with that, or choose another --output"),
+    ("{seed: 3}", Small(), (), r"--seed \(its default\): {out} was begun with 3; resume with that"),
+    ("{}", Small(seed=4), (), "--seed 4: {out} was begun with the default; resume with that"),
+    ("{names: [a]}", Small(names=["b"]), ("seed",), r"--names \['b'\]: {out} was begun with \['a'\]; resume with that"),
+    ("a: [1\nb: }", Small(), (), r"{out}/resolved_config.yaml: cannot be read \(.*\); choose another folder"),
+    ("text", Small(), (), r"{out}/resolved_config.yaml: cannot be read \(.*\); choose another folder"),
+]
+
+
+@pytest.mark.parametrize(("begun", "now", "may_differ", "message"), SAME_RUN)
+def test_a_run_is_resumed_with_its_own_options(begun, now, may_differ, message, tmp_path):
+    (tmp_path / CONFIG_FILE).write_text(begun)
+    if message is None:
+        check_same_run(tmp_path, [now], may_differ)
+    else:
+        with pytest.raises(InputError, match="^" + message.format(out=tmp_path)) as caught:
+            check_same_run(tmp_path, [now], may_differ)
+        assert "\n" not in str(caught.value)
+
+
+def test_an_empty_folder_holds_no_run(tmp_path):
+    check_same_run(tmp_path, [Small(seed=4)], ())

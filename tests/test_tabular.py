@@ -1,0 +1,127 @@
+"""What tasks with a table share: maps held out, states drawn so that each action is the best one equally often."""
+
+import numpy as np
+import pytest
+from tiny_models import tiny_tokenizer
+from trl import GRPOConfig
+
+import tasks.frozen_lake
+from llm_policy.environments.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
+from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
+from llm_policy.environments.mdp import optimal_actions
+from llm_policy.environments.toy_text import CliffWalking, Taxi
+from llm_policy.errors import InputError
+from llm_policy.run_files import ROOT
+from tasks.tabular import MAPS_JUDGED, balancing_weights, exact_expert, held_out
+
+CSV = ROOT / "expert_demos_batched_avg_q.csv"
+
+
+def lakes_csv(folder, maps: int, **options) -> str:
+    path = str(folder / "lakes.csv")
+    write_expert_csv(ExpertOptions(random_maps=maps, rows="states", output=path, **options))
+    return path
+
+
+# Maps held out -----------------------------------------------------------------------------------------------------
+
+
+def test_maps_held_out_are_not_trained_on(tmp_path):
+    expert = read_expert_csv(lakes_csv(tmp_path, 20), FrozenLake)
+    for seed in (1, 2):
+        rows, tested = held_out(expert, 6, seed)
+        assert len(set(tested)) == 6
+        assert set(rows["environment"]) == set(expert["environment"]) - set(tested)
+        assert list(rows.index) == list(range(len(rows)))
+        assert tested == held_out(expert, 6, seed)[1]
+    assert tested != held_out(expert, 6, 1)[1]
+
+
+def test_without_test_maps_the_first_ones_are_judged_and_all_are_trained_on(tmp_path):
+    expert = read_expert_csv(lakes_csv(tmp_path, MAPS_JUDGED + 5), FrozenLake)
+    rows, judged = held_out(expert, 0, 1)
+    assert rows is expert
+    assert judged == list(dict.fromkeys(expert["environment"]))[:MAPS_JUDGED]
+
+
+def test_one_map_must_be_left_to_train_on(tmp_path):
+    expert = read_expert_csv(lakes_csv(tmp_path, 3), FrozenLake)
+    assert len(held_out(expert, 2, 1)[1]) == 2
+    with pytest.raises(InputError, match=r"^--test_maps 3: lakes.csv has 3 maps, and one must be left to train on"):
+        held_out(expert, 3, 1, "lakes.csv")
+
+
+# Balanced states ---------------------------------------------------------------------------------------------------
+
+
+def test_balancing_weights():
+    left, up, left_or_up = [1.0, 0.0, 0.0, 0.0], [0.1, 0.2, 0.3, 0.4], [0.5, 0.0, 0.0, 0.5]
+    assert balancing_weights(np.array([left] * 3 + [up])) == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
+    assert balancing_weights(np.array([left, up, left_or_up])) == pytest.approx([1 / 3, 1 / 3, 1 / 3])
+    assert balancing_weights(np.array([left, up, [0.5] * 4])) == pytest.approx([1 / 2, 1 / 2, 0.0])
+    assert balancing_weights(np.array([[0.5] * 4] * 2)) == pytest.approx([1 / 2, 1 / 2])
+
+
+def rows_of(csv, folder, *, seed: int = 0, balanced_share: float = 0.0, max_steps: int = 2, **options) -> list[dict]:
+    """The task's rows: two prompts per step."""
+    arguments = tasks.frozen_lake.Arguments(expert_csv=str(csv), balance_actions=balanced_share, **options)
+    training = GRPOConfig(
+        output_dir=str(folder), use_cpu=True, bf16=False, seed=seed, max_steps=max_steps, report_to="none",
+        per_device_train_batch_size=8, num_generations=4,
+    )  # fmt: skip
+    return tasks.frozen_lake.make_task(arguments, training, tiny_tokenizer("llama", 384, False)).rows
+
+
+def column(rows: list[dict], name: str) -> list:
+    return [row[name] for row in rows]
+
+
+def test_balanced_rows_show_each_best_action_equally_often(tmp_path):
+    csv = lakes_csv(tmp_path, 200, is_slippery=False)
+    expert = read_expert_csv(csv, FrozenLake, is_slippery=False)
+
+    def rows(seed: int, balanced_share: float) -> list[dict]:
+        return rows_of(csv, tmp_path, seed=seed, balanced_share=balanced_share, is_slippery=False)
+
+    def share_A(drawn: list[dict]) -> np.ndarray:
+        best_PA = optimal_actions(np.array(column(drawn, "q_values")))
+        return (best_PA / best_PA.sum(axis=1, keepdims=True)).mean(axis=0)
+
+    as_they_are, balanced = rows(0, 0), rows(0, 1)
+    assert share_A(as_they_are).min() < 0.1  # on dry ice the way leads down and right
+    assert share_A(balanced) == pytest.approx([0.25] * 4, abs=0.03)
+    assert share_A(rows(0, 0.5)) == pytest.approx((share_A(as_they_are) + share_A(balanced)) / 2, abs=0.03)
+    assert not optimal_actions(np.array(column(balanced, "q_values"))).all(axis=1).any()
+    words = tasks.frozen_lake.lake_words("coordinates")
+    for row in balanced[:20]:
+        of_table = expert.iloc[row["row"]]
+        assert (row["state"], row["q_values"]) == (of_table["state"], list(of_table["q_values"]))
+        assert row["map"] == str(of_table["environment"])
+        assert row["prompt"] == words.messages(of_table["environment"], of_table["state"])
+    assert column(balanced, "prompt") == column(rows(0, 1), "prompt")  # a resumed run sees the same rows
+    assert column(balanced, "prompt") != column(rows(1, 1), "prompt")
+
+
+def test_of_a_short_table_as_many_rows_are_drawn_as_the_run_reads(tmp_path):
+    rows = rows_of(CSV, tmp_path, balanced_share=1.0, max_steps=300)
+    assert len(rows) == 300 * 2  # two prompts per step
+    assert set(column(rows, "state")) == set(read_expert_csv(CSV, FrozenLake)["state"])
+
+
+def test_without_a_balanced_share_each_state_stands_once(tmp_path):
+    rows = rows_of(CSV, tmp_path, max_steps=300)
+    assert column(rows, "row") == list(range(11))
+    assert column(rows, "state") == list(read_expert_csv(CSV, FrozenLake)["state"])
+
+
+# The exact expert --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("environment", [FrozenLake(CANONICAL_GRIDS["4x4"], True), CliffWalking(), Taxi()], ids=str)
+def test_the_exact_expert_is_what_a_csv_of_it_holds(environment, tmp_path):
+    csv = write_expert_csv(ExpertOptions(env_id=environment.env_id, rows="states", output=str(tmp_path / "e.csv")))
+    read, computed = read_expert_csv(csv, type(environment)), exact_expert(environment)
+    assert list(computed.columns) == list(read.columns)
+    assert computed["q_values"].tolist() == [pytest.approx(q_values, abs=1e-6) for q_values in read["q_values"]]
+    for name in ("state_str", "environment", "state", "action", "count"):
+        assert list(computed[name]) == list(read[name]), name
