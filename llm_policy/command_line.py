@@ -76,7 +76,8 @@ def parse_arguments(
     # No --help of argparse: its usage alone would fill a screen. No abbreviations: a new option must not break them.
     usage = "%(prog)s [--config FILE] [--OPTION VALUE ...]"
     parser = Parser(
-        tuple(groups), description=description.strip(), epilog=EXIT_CODES, usage=usage, formatter_class=HelpFormatter,
+        tuple(groups),  # type: ignore[arg-type]  # TRL's name for a dataclass is no type
+        description=description.strip(), epilog=EXIT_CODES, usage=usage, formatter_class=HelpFormatter,
         add_help=False, allow_abbrev=False,
     )  # fmt: skip
     if {"--help_all", "--help-all"} & set(argv):

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -74,8 +75,8 @@ class Words:
             on the action, so that no label is taught.
     """
 
-    messages: Callable[[TableEnvironment, int], Messages]
-    reply: Callable[[TableEnvironment, int, int], str]
+    messages: Callable[[Any, int], Messages]  # each task knows its own kind of environment
+    reply: Callable[[Any, int, int], str]
 
 
 # Judge ---------------------------------------------------------------------------------------------------------
@@ -130,8 +131,9 @@ class TableJudge:
 
     def baseline_answers(self, name: str) -> dict:
         """A baseline's policies by its name; `InputError` for one that these environments do not have."""
-        policies = [baseline_policy(name, environment, self.seed) for environment in self.environments]
-        if any(policy is None for policy in policies):
+        found = [baseline_policy(name, environment, self.seed) for environment in self.environments]
+        policies = [policy for policy in found if policy is not None]
+        if len(policies) < len(found):
             raise InputError(
                 f"--policies {name!r}: expected a run folder, a model or one of {', '.join(BASELINES)}, with an "
                 f"action of {', '.join(self.environments[0].actions)}; shortest-path is for lakes"
@@ -162,14 +164,14 @@ class TableJudge:
                 "mutual_information": mutual_information(policies_SA, environments),
             },
             verdict=verdict,
-            is_optimal=means["percent_of_optimal"] >= OPTIMAL_PERCENT,  # where the verdict is "learned"
+            is_optimal=min(score.percent_of_optimal for score in scores) >= OPTIMAL_PERCENT,
             draw=draw,
         )
 
     def compare(self, answers_of: Mapping[str, Mapping]) -> Comparison:
         named = {name: [np.array(p) for p in answers["policies"]] for name, answers in answers_of.items()}
         evaluated = evaluate_policies(
-            named | self.named_policies,
+            {**named, **self.named_policies},
             self.environments,
             validities={
                 name: answers["format_validity"] for name, answers in answers_of.items() if "format_validity" in answers

@@ -1,11 +1,16 @@
+"""Only the form of an answer is taught: the loss, the lessons without labels, and what a run makes of it."""
+
 import pytest
 import torch
+from peft import LoraConfig, PeftModel
 from tiny_policies import adapter_weights, add_random_adapter, random_policy, tokenizer_of
 
 from llm_policy.chat import Reader
 from llm_policy.completions import action_index, parse_completion
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
+from llm_policy.errors import InputError
 from llm_policy.grpo import warm_start
+from llm_policy.grpo.arguments import ScriptArguments
 from llm_policy.grpo.warm_start import sampled_format_validity, teach_format
 from prompts import format_example, policy_messages
 
@@ -166,3 +171,60 @@ def test_sampled_format_validity(case, lesson_count, monkeypatch):
     lessons = (LESSONS * 10)[:lesson_count]
     assert sampled_format_validity(None, reader, lessons, is_answer) == pytest.approx(expected, abs=0.02)
     assert asked[0] >= warm_start.SAMPLED_PROMPTS
+
+
+# The stage of a run ----------------------------------------------------------------------------------------------
+
+IDS = torch.tensor([[5, 9, 2, 7]])
+LORA = LoraConfig(r=4, target_modules="all-linear")
+
+
+def started(folder, lessons=LESSONS, has_begun=False, should_stop=lambda: False, **options):
+    """The model after the warm start of a run, and its report."""
+    script = ScriptArguments(**({"warm_start_steps": 2, "warm_start_prompts": 2} | options))
+    _, _, reader = student()
+    torch.manual_seed(0)  # of the adapter's first weights
+    return warm_start.warm_started(
+        random_policy("llama"), LORA, reader, lessons, is_answer, script, 0, folder, should_stop, has_begun
+    )
+
+
+def test_what_it_taught_is_merged_and_found_again(tmp_path):
+    model, report = started(tmp_path / "warm_start", warm_start="always")
+    assert report["steps"] == 2
+    assert not isinstance(model, PeftModel)
+    assert not torch.equal(model(IDS).logits, random_policy("llama")(IDS).logits)
+    for has_begun in (False, True):
+        again, again_report = started(tmp_path / "warm_start", warm_start="always", has_begun=has_begun)
+        assert again_report == report
+        assert torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "more"), [({"warm_start": "never"}, {}), ({}, {"has_begun": True}), ({}, {"lessons": []})]
+)
+def test_runs_without_one(options, more, tmp_path):
+    model, report = started(tmp_path / "warm_start", **options, **more)
+    assert report == {"steps": 0}
+    assert torch.equal(model(IDS).logits, random_policy("llama")(IDS).logits)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("validity", "steps"), [(0.9, 0), (0.89, 2)])
+def test_auto_teaches_what_is_not_well_formed_often_enough(validity, steps, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(warm_start, "sampled_format_validity", lambda *_: validity)
+    _, report = started(tmp_path / "warm_start", warm_start="auto", warm_start_threshold=0.9)
+    assert (report["steps"], report["format_validity"]) == (steps, validity)
+    assert f"{validity:.0%} of sampled completions are well-formed (90% needed)" in capsys.readouterr().out
+    assert (tmp_path / "warm_start").exists() == (steps > 0)
+
+
+def test_an_interrupted_one_leaves_nothing(tmp_path):
+    _, report = started(tmp_path / "warm_start", warm_start="always", should_stop=lambda: True)
+    assert report["steps"] == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_checkpoints_without_the_warm_start_that_they_stand_on(tmp_path):
+    with pytest.raises(InputError, match="warm_start: is gone, and the checkpoints stand on it; choose another"):
+        started(tmp_path / "warm_start", warm_start="always", has_begun=True)
