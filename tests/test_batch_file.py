@@ -36,6 +36,8 @@ def batch_job(folder: Path, *arguments: str, **environment: str) -> subprocess.P
         ["bash", folder / "train_script.sh", *arguments],
         env=inherited | {"PATH": f"{folder}:{os.environ['PATH']}"} | environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        # As from a terminal: where the tests run in the background, Ctrl-C is ignored, and bash cannot trap that
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 
