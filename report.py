@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from llm_policy.command_line import parse_arguments
-from llm_policy.environments.frozen_lake import ACTIONS, Grid, acting_states, lake_mdp, leads_to_goal
+from llm_policy.environments.frozen_lake import ACTIONS, Grid, acting_states, grid_of, lake_mdp, leads_to_goal
 from llm_policy.environments.mdp import AGREEMENT_GAMMA, OPTIMAL_PERCENT, optimal_actions, optimal_q
 from llm_policy.errors import InputError, run_script
 from llm_policy.plots import curves_figure
@@ -446,7 +446,7 @@ def _judged_maps(seed: dict) -> list[tuple[Grid, str]] | None:
     letters = seed["policies"][TRAINED].get("actions")
     if letters is None:
         return None
-    return [(tuple(rows.split("|")), chosen) for rows, chosen in zip(seed["maps"], letters, strict=True)]
+    return [(grid_of(rows), chosen) for rows, chosen in zip(seed["maps"], letters, strict=True)]
 
 
 @cache

@@ -9,6 +9,8 @@
 Columns: state,state_str,action,action_text,q_value_<action>,reward,next_state,done,batch_idx. On the lake `state_str`
 shows the map before the step, rows joined by "|", the agent as A. `done` is true where the environment ended the
 episode, and false where only the step limit cut it.
+
+Axes: N rows of the file, P distinct states, S states, A actions, R learners, T steps.
 """
 
 from llm_policy.startup import announce

@@ -31,6 +31,16 @@ ANSI_AGENT = re.compile(r"\x1b\[41m(.)\x1b\[0m")
 ANSI_HEADER = re.compile(r"\A\s*\((?:Left|Down|Right|Up)\)\s*[\n|]", re.IGNORECASE)
 
 
+def grid_text(grid: Sequence[str]) -> str:
+    """The grid in one line, rows joined by "|"."""
+    return "|".join(grid)
+
+
+def grid_of(text: str) -> Grid:
+    """The inverse of `grid_text`, unchecked."""
+    return tuple(text.split("|"))
+
+
 def check_grid(grid: Sequence[str], where: str = "map") -> Grid:
     """The grid as a tuple of rows.
 
@@ -39,7 +49,7 @@ def check_grid(grid: Sequence[str], where: str = "map") -> Grid:
     """
     rows = tuple(grid)
     if not rows or sum(map(len, rows)) < 2:
-        raise InputError(f"{where}: {'|'.join(rows)!r} is too small, expected at least 2 cells")
+        raise InputError(f"{where}: {grid_text(rows)!r} is too small, expected at least 2 cells")
     for number, row in enumerate(rows, start=1):
         if len(row) != len(rows[0]):
             raise InputError(f"{where}: row {number} {row!r} has {len(row)} cells, expected {len(rows[0])} as in row 1")
@@ -52,10 +62,10 @@ def check_grid(grid: Sequence[str], where: str = "map") -> Grid:
             )
     for letter, name in (("S", "start"), ("G", "goal")):
         if not any(letter in row for row in rows):
-            raise InputError(f"{where}: {'|'.join(rows)!r} has no {name}, expected at least one {letter}")
+            raise InputError(f"{where}: {grid_text(rows)!r} has no {name}, expected at least one {letter}")
     starts = [(r, c) for r, row in enumerate(rows) for c, letter in enumerate(row) if letter == "S"]
     if not any(leads_to_goal(rows, start) for start in starts):
-        raise InputError(f"{where}: {'|'.join(rows)!r} has no way from S to G around the holes; open one")
+        raise InputError(f"{where}: {grid_text(rows)!r} has no way from S to G around the holes; open one")
     return rows
 
 
@@ -122,11 +132,11 @@ def state_text(grid: Grid, state: int) -> str:
     `InputError` for a grid of several starts: what stands under the agent could not be told.
     """
     if "".join(grid).count("S") > 1:
-        raise InputError(f"map {'|'.join(grid)}: has several starts; as a table of states it may have one S")
+        raise InputError(f"map {grid_text(grid)}: has several starts; as a table of states it may have one S")
     row, column = divmod(state, len(grid[0]))
     rows = list(grid)
     rows[row] = rows[row][:column] + AGENT + rows[row][column + 1 :]
-    return "|".join(rows)
+    return grid_text(rows)
 
 
 def parse_state_text(text: str) -> tuple[Grid, int]:
@@ -136,7 +146,7 @@ def parse_state_text(text: str) -> tuple[Grid, int]:
     InputError, one line, if the text is no grid with one agent.
     """
     rows = [row.strip() for row in re.split(r"[|\n]", ANSI_HEADER.sub("", text.replace("\r", "")).strip("|\n "))]
-    plain = "|".join(rows)
+    plain = grid_text(rows)
     shown = repr(text if len(text) <= 100 else text[:97] + "...")
     agents = len(ANSI_AGENT.findall(plain)) + ANSI_AGENT.sub("", plain).count(AGENT)
     if agents != 1:
@@ -147,7 +157,7 @@ def parse_state_text(text: str) -> tuple[Grid, int]:
     else:
         under = "F" if "S" in plain else "S"
     state = plain.replace("|", "").index(AGENT)
-    return check_grid(plain.replace(AGENT, under).split("|"), where=shown), state
+    return check_grid(grid_of(plain.replace(AGENT, under)), where=shown), state
 
 
 def default_horizon(grid: Grid) -> int:
@@ -237,7 +247,7 @@ class FrozenLake:
     pays_success: ClassVar[bool] = True  # the goal earns 1 and nothing else earns anything
 
     def __str__(self) -> str:
-        return "|".join(self.grid)
+        return grid_text(self.grid)
 
     @cached_property
     def mdp(self) -> MDP:

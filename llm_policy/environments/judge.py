@@ -1,4 +1,7 @@
-"""Policy tables -> how good they are: exact scores beside the optimum, a verdict, a table, JSON and a picture."""
+"""Policy tables -> how good they are: exact scores beside the optimum, a verdict, a table, JSON and a picture.
+
+Axes: S states, A actions, N acting states of all environments, R learners.
+"""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """A policy as a table, and its exact score beside the optimum.
 
 A policy table `policy_SA` has one row per state (also those in which no action is chosen: uniform there); rows sum to
-1. It is what evaluation, baselines, policy search and pictures exchange.
+1. It is what evaluation, baselines, policy search and pictures exchange. Axes: S states, A actions.
 """
 
 from collections.abc import Sequence

@@ -8,6 +8,7 @@ run that was begun before cannot be resumed.
 from collections.abc import Sequence
 
 from llm_policy.chat import Messages
+from llm_policy.environments.frozen_lake import grid_text
 from llm_policy.environments.gym_env import GymEnvironment
 from llm_policy.errors import InputError
 from llm_policy.policy_search.parameters import Parameters, PolicySpace
@@ -107,7 +108,7 @@ def environment_description(environment: GymEnvironment) -> str:
         return _LAKE.format(
             rows=len(rows),
             columns=len(rows[0]),
-            map="|".join(rows),
+            map=grid_text(rows),
             dynamics=_SLIPPERY if environment.options.get("is_slippery", True) else _NOT_SLIPPERY,
             horizon=environment.horizon_steps,
         )
