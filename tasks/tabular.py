@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOConfig
 
 from llm_policy.chat import Messages, Reader, fit_to_template
-from llm_policy.completions import action_index, parse_completion
+from llm_policy.completions import action_index
 from llm_policy.environments.expert_q import read_expert_csv
 from llm_policy.environments.judge import (
     BASELINES,
@@ -31,6 +31,7 @@ from llm_policy.environments.pictures import policy_figure
 from llm_policy.environments.policy_table import best_actions, score_policy, uniform_policy
 from llm_policy.environments.table_environment import TableEnvironment
 from llm_policy.errors import InputError, check_at_least, check_choices
+from llm_policy.grpo.answers import answer_probabilities, greedy_answers
 from llm_policy.grpo.diagnostics import Judgement
 from llm_policy.run_files import ROOT
 from llm_policy.tables import show
@@ -38,6 +39,7 @@ from rewards import REWARD_SHAPES, RewardShaping, reward_functions, well_formed_
 from tasks import Comparison, Task
 from tasks.linter import Finding, lint
 
+PARTS = 4  # of sampled thoughts, to show how much is left to chance
 MAPS_JUDGED = 20  # of many maps, in the evaluations between steps (of the CSV's own, at the end too)
 
 
@@ -104,25 +106,36 @@ class TableJudge:
     def answers(self, model: PreTrainedModel, samples: int = 0) -> dict:
         """`policies`: a table per environment; `format_validity`: share of well-formed completions with an action.
 
-        A completion that names no action counts as a uniformly random one: the agent has to move somehow.
+        A completion that names no action counts as a uniformly random one: the agent has to move somehow. With
+        `samples` the thoughts are sampled and their answers exact (llm_policy/grpo/answers.py). `success_of_parts` then
+        holds the success within the limit by each quarter of the thoughts alone: how much is left to chance.
         """
         actions = self.environments[0].actions
         pairs = [(m, state) for m, environment in enumerate(self.environments) for state in environment.acting_states]
         prompts = [self.words.messages(self.environments[m], state) for m, state in pairs]
         guesses = [self.words.reply(self.environments[m], state, 0) for m, state in pairs]
-        texts = self.reader.completions(model, prompts, samples, guesses)
-        per_state = max(samples, 1)
+        if samples:
+            rows_PGA, valid = answer_probabilities(self.reader, model, prompts, actions, samples, guesses)
+        else:
+            rows_PGA, valid = greedy_answers(self.reader, model, prompts, actions, guesses)
+        found = {"policies": self._tables(pairs, rows_PGA.mean(axis=1)), "format_validity": valid}
+        if samples:
+            parts = [part_PGA.mean(axis=1) for part_PGA in np.array_split(rows_PGA, min(PARTS, samples), axis=1)]
+            found["success_of_parts"] = [self._success_at_horizon(self._tables(pairs, rows_PA)) for rows_PA in parts]
+        return found
+
+    def _tables(self, pairs: Sequence[tuple[int, int]], rows_PA: np.ndarray) -> list[list[list[float]]]:
+        """A policy table per environment from a row per acting state; uniform where no action is chosen."""
         policies = [uniform_policy(*environment.mdp.rewards_SA.shape) for environment in self.environments]
-        valid = 0
-        for i, (m, state) in enumerate(pairs):
-            row_A = np.zeros(len(actions))
-            for text in texts[i * per_state : (i + 1) * per_state]:
-                parsed = parse_completion(text)
-                action = action_index(parsed.answer, actions)
-                valid += parsed.is_well_formed and action is not None
-                row_A += 1.0 / len(actions) if action is None else np.eye(len(actions))[action]
-            policies[m][state] = row_A / per_state
-        return {"policies": [policy.tolist() for policy in policies], "format_validity": valid / max(len(texts), 1)}
+        for (m, state), row_A in zip(pairs, rows_PA, strict=True):
+            policies[m][state] = row_A
+        return [policy.tolist() for policy in policies]
+
+    def _success_at_horizon(self, policies: Sequence[Sequence[Sequence[float]]]) -> float:
+        """Mean over the environments."""
+        pairs = zip(self.environments, policies, strict=True)
+        scores = [score_policy(environment, np.array(policy), self.horizon_steps) for environment, policy in pairs]
+        return float(np.mean([score.success_at_horizon for score in scores]))
 
     def first_prompt(self) -> list[int]:
         """Token ids of one prompt, to check its length before all are asked."""
@@ -185,7 +198,14 @@ class TableJudge:
         where = f"{len(self.environments)} maps" if len(self.environments) > 1 else str(self.environments[0])
         env_id = self.environments[0].env_id
         title = f"{env_id}{'' if where == env_id else f' {where}'}{kind}"
-        text = show(*evaluation_table(evaluated, title))
+        table, ceiling = evaluation_table(evaluated, title)
+        spreads = [
+            f"{name}: the answers are exact, the thoughts sampled; each quarter of them alone gives "
+            f"{min(parts):.4f} to {max(parts):.4f} within the limit."
+            for name, answers in answers_of.items()
+            if (parts := answers.get("success_of_parts"))
+        ]
+        text = show(table, ceiling, *spreads)
         return Comparison(text, partial(save_evaluation, evaluated, self.environments, {"env_id": env_id} | about))
 
 

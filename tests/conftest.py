@@ -1,6 +1,7 @@
 """What several test modules need: one thread (tiny matrices gain nothing from more), and a tiny model that answers."""
 
 import functools
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting
 from llm_policy.models import load_model, load_tokenizer
 from prompts import format_example, policy_messages
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 
 
 def taught_model(folder: Path, architecture: str, steps: int = 120, **options) -> Path:

@@ -71,12 +71,27 @@ def test_greedy_completions_become_a_one_hot_table():
     assert validity == 1.0
 
 
-def test_samples_become_shares():
-    # Per state: LEFT, LEFT, UP, unreadable (a quarter of a uniformly random action)
-    (policy_SA,), validity = scripted([reply("LEFT"), reply("LEFT"), reply("UP"), "?"], samples=4)
+def test_the_exact_answers_of_samples_become_their_mean(monkeypatch):
+    # Per state: LEFT, LEFT, UP, unreadable (a uniformly random action); tests/test_answers.py has where they come from
+    rows_GA = np.array([[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0.25] * 4])
+    monkeypatch.setattr(tabular, "answer_probabilities", lambda *_: (np.tile(rows_GA, (11, 1, 1)), 0.75))
+    answers = judge_of().answers(None, samples=4)
+    assert json.loads(json.dumps(answers)) == answers, "fit for a file"
+    policy_SA = np.array(answers["policies"][0])
     np.testing.assert_allclose(policy_SA[STATES], [[2.25 / 4, 0.25 / 4, 0.25 / 4, 1.25 / 4]] * 11)
     np.testing.assert_allclose(policy_SA.sum(1), 1.0)
-    assert validity == 0.75
+    assert answers["format_validity"] == 0.75
+    # Each sample alone is a quarter of four: always LEFT twice, always UP, random
+    assert answers["success_of_parts"] == pytest.approx([0.0, 0.0, 0.0, 0.0139], abs=1e-4)
+
+
+def test_what_is_left_to_chance_is_printed_below_the_table(capsys):
+    judge = judge_of()
+    answers = {"policies": [EXPERT.tolist()], "format_validity": 1.0, "success_of_parts": [0.6, 0.7, 0.65, 0.62]}
+    comparison = judge.compare({"trained, sampled": answers})
+    line = "trained, sampled: the answers are exact, the thoughts sampled; each quarter of them alone gives 0.6000 to "
+    assert f"{line}0.7000 within the limit." in comparison.text
+    assert line in capsys.readouterr().out
 
 
 VALIDITIES = [

@@ -1,0 +1,98 @@
+"""Exact answers behind sampled thoughts, against plain rows of the model and against counting samples."""
+
+import numpy as np
+import pytest
+import torch
+from tiny_policies import ARCHITECTURE_NAMES, add_random_adapter, plain_scores, random_policy, tokenizer_of
+
+from llm_policy.chat import Reader
+from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
+from llm_policy.grpo.answers import answer_probabilities, greedy_answers
+from llm_policy.models import load_model, load_tokenizer
+from prompts import format_example, policy_messages
+
+GRID = CANONICAL_GRIDS["4x4"]
+PROMPTS = [policy_messages(GRID, state, True) for state in acting_states(GRID)]
+GUESSES = [format_example(GRID, state, 0) for state in acting_states(GRID)]
+THOUGHT = "<think>ice</think><answer>"
+
+
+class Says(Reader):
+    """A reader whose completions are given: prompt by prompt, sample by sample."""
+
+    def completions(self, model, prompts, samples=0, guesses=None):
+        return self.texts * len(prompts)
+
+
+def says(architecture: str, texts: list[str], split_actions: bool = False) -> Says:
+    reader = Says(tokenizer_of(architecture, split_actions))
+    object.__setattr__(reader, "texts", texts)
+    return reader
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("split_actions", [False, True])
+@pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
+def test_behind_a_thought_stand_the_models_own_probabilities(architecture, split_actions, adapted):
+    model = random_policy(architecture, split_actions=split_actions)
+    model = add_random_adapter(model) if adapted else model
+    reader = says(architecture, [f"{THOUGHT}UP</answer>"], split_actions)
+    rows_PGA, valid = answer_probabilities(reader, model, PROMPTS[:3], ACTIONS, samples=1)
+    assert (rows_PGA.shape, valid) == ((3, 1, 4), 1.0)
+    tokenizer = reader.tokenizer
+    for messages, (row_A,) in zip(PROMPTS, rows_PGA, strict=False):
+        given = tokenizer.encode(THOUGHT, add_special_tokens=False)
+        p_A = []
+        for action in ACTIONS:
+            ids = tokenizer.encode(f"{THOUGHT}{action}</answer>", add_special_tokens=False)
+            with torch.no_grad():
+                scores, _ = plain_scores(model.eval(), reader.prompt(messages), ids)
+            p_A.append(scores[len(given) :].sum().exp().item())
+        leaked = 1.0 - sum(p_A)
+        assert row_A == pytest.approx([p + leaked / 4 for p in p_A], abs=1e-4)
+
+
+def test_each_thought_has_its_own_answers_and_what_has_none_is_uniform(answering_llama):
+    model = load_model(answering_llama, dtype="float32")
+    texts = [f"{THOUGHT}UP</answer>", "<think>else</think><answer>no idea", "no answer", f"{THOUGHT}LEFT</answer>"]
+    rows_PGA, valid = answer_probabilities(says("llama", texts), model, PROMPTS[:2], ACTIONS, samples=4)
+    assert valid == 0.5
+    np.testing.assert_allclose(rows_PGA.sum(axis=2), 1.0)
+    np.testing.assert_allclose(rows_PGA[:, 2], 0.25)
+    np.testing.assert_allclose(rows_PGA[:, 0], rows_PGA[:, 3])  # the same thought, whatever was answered
+    assert np.abs(rows_PGA[:, 0] - rows_PGA[:, 1]).max() > 1e-4
+
+
+def test_the_mean_of_many_samples_is_what_it_computes(answering_llama):
+    """The shares of 400 sampled answers, within four standard errors."""
+    model, reader = load_model(answering_llama, dtype="float32"), Reader(load_tokenizer(answering_llama), 32)
+    torch.manual_seed(0)
+    exact_PGA, _ = answer_probabilities(reader, model, PROMPTS[:2], ACTIONS, 50, GUESSES[:2])
+    texts = reader.completions(model, PROMPTS[:2], 400, GUESSES[:2])
+    for p, exact_A in enumerate(exact_PGA.mean(axis=1)):
+        of_prompt = texts[p * 400 : (p + 1) * 400]
+        for a, action in enumerate(ACTIONS):
+            share = np.mean([f"<answer>{action}</answer>" in text for text in of_prompt])
+            unreadable = np.mean([not any(f"<answer>{a}</answer>" in text for a in ACTIONS) for text in of_prompt])
+            error = 4 * (0.25 / 400) ** 0.5
+            assert share - error < exact_A[a] < share + unreadable + error
+
+
+def test_the_passes_add_up_whatever_their_size(answering_llama, monkeypatch):
+    model, reader = load_model(answering_llama, dtype="float32"), Reader(load_tokenizer(answering_llama), 32)
+    found = []
+    for size in (1, 4, 100):
+        monkeypatch.setattr("llm_policy.grpo.answers.PROMPTS_PER_PASS", size)
+        torch.manual_seed(0)
+        found.append(answer_probabilities(reader, model, PROMPTS, ACTIONS, 2, GUESSES)[0])
+    np.testing.assert_allclose(found[1], found[0], atol=1e-4)
+    np.testing.assert_allclose(found[2], found[0], atol=1e-4)
+    assert not model.training
+
+
+def test_greedy_answers_are_one_hot_or_uniform():
+    texts = [f"{THOUGHT}right</answer>", "?"]
+    reader = says("llama", texts)
+    rows_PGA, valid = greedy_answers(reader, None, PROMPTS[:1], ACTIONS)
+    assert rows_PGA[:, 0].tolist() == [[0, 0, 1, 0], [0.25] * 4]
+    assert valid == 0.5
