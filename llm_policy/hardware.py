@@ -1,9 +1,11 @@
 """The name of the processor that a measurement was made on. Seconds mean little without it."""
 
+import os
 import platform
 from pathlib import Path
 
 CPU_INFORMATION = Path("/proc/cpuinfo")  # Linux; elsewhere the platform module knows a little
+EMULATION = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")  # make a processor behave like an older one
 BFLOAT16_FLAGS = ("avx512_bf16", "amx_bf16")  # matrix products in bfloat16 are several times faster with them
 
 
@@ -25,4 +27,5 @@ def device_text(on_gpu: bool = False) -> str:
         return processor_name(on_gpu)
     import torch
 
-    return f"{torch.get_num_threads()} CPU threads, {processor_name()}"
+    settings = [f"{name}={os.environ[name]}" for name in EMULATION if name in os.environ]
+    return ", ".join([f"{torch.get_num_threads()} CPU threads", processor_name(), *settings])

@@ -9,7 +9,14 @@ from tokenizers import AddedToken
 
 from llm_policy.environments.frozen_lake import ACTIONS
 from llm_policy.errors import InputError
-from llm_policy.grpo.expected import ExpectedObjective, NamedAction, action_token_ids, find_answer, without_answers
+from llm_policy.grpo.expected import (
+    ExpectedObjective,
+    NamedAction,
+    action_token_ids,
+    find_answer,
+    luck_of_actions,
+    without_answers,
+)
 
 # Where the answer stands -----------------------------------------------------------------------------------------
 
@@ -99,7 +106,7 @@ def test_the_loss_by_hand():
     objective = ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), entropy_coef=0.5)
     p_NA = torch.tensor([[0.6, 0.2], [0.1, 0.1]], dtype=torch.float64)
     rewards_BA = torch.tensor([[9.0, 9.0], [1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
-    named = [NamedAction(1, 4, 5), NamedAction(2, 4, 5)]
+    named = [NamedAction(1, 4, 5, 0), NamedAction(2, 4, 5, 1)]
     loss, sums = objective.loss([row.log() for row in p_NA.flatten()[:, None]], rewards_BA, named)
     expected = 0.6 * 1.0 + 0.1 * 2.0
     entropy = -(0.75 * torch.tensor(0.75).log() + 0.25 * torch.tensor(0.25).log()) + torch.tensor(2.0).log()
@@ -121,5 +128,73 @@ def test_without_a_named_action_the_loss_is_zero():
 
 
 def test_advantages_are_zero_at_the_answer_alone():
-    advantages_BT = without_answers(torch.tensor([1.0, -2.0]), torch.zeros(2, 4), [NamedAction(1, 1, 3)])
+    advantages_BT = without_answers(torch.tensor([1.0, -2.0]), torch.zeros(2, 4), [NamedAction(1, 1, 3, 0)])
     assert advantages_BT.tolist() == [[1.0, 1.0, 1.0, 1.0], [-2.0, 0.0, 0.0, -2.0]]
+
+
+# The natural gradient ------------------------------------------------------------------------------------------
+
+
+def logit_gradient(logits_A, rewards_A, entropy_coef: float, is_natural: bool) -> torch.Tensor:
+    """What gradient descent adds to the logits of a policy over the actions alone, in one step of size 1."""
+    objective = ExpectedObjective(tokenizer_of("llama"), ACTIONS, entropy_coef, is_natural)
+    logits_A = torch.tensor(logits_A, dtype=torch.float64, requires_grad=True)
+    scores = [score[None] for score in logits_A.log_softmax(0)]
+    loss, _ = objective.loss(scores, torch.tensor([rewards_A], dtype=torch.float64), [NamedAction(0, 4, 5, 0)])
+    return -torch.autograd.grad(loss, logits_A)[0]
+
+
+REWARDS = [1.5, 1.0, 0.75, 0.5]
+
+
+@pytest.mark.parametrize("logits", [[0.0] * 4, [3.0, 0.0, -1.0, 0.5], [-8.0, 8.0, 0.0, 0.0]])
+@pytest.mark.parametrize("entropy_coef", [0.0, 0.1, 1.0])
+def test_natural_is_the_plain_gradient_through_the_inverse_fisher_matrix(logits, entropy_coef):
+    plain = logit_gradient(logits, REWARDS, entropy_coef, is_natural=False)
+    natural = logit_gradient(logits, REWARDS, entropy_coef, is_natural=True)
+    pi_A = torch.tensor(logits, dtype=torch.float64).softmax(0)
+    fisher_AA = pi_A.diag() - torch.outer(pi_A, pi_A)
+    through = torch.linalg.pinv(fisher_AA, rtol=1e-12) @ plain
+    torch.testing.assert_close(natural * len(ACTIONS), through - through.mean(), rtol=1e-5, atol=1e-6)
+
+
+def test_at_a_uniform_policy_both_are_the_same():
+    uniform = [0.0] * 4
+    torch.testing.assert_close(
+        logit_gradient(uniform, REWARDS, 0.1, is_natural=True), logit_gradient(uniform, REWARDS, 0.1, is_natural=False)
+    )
+
+
+def test_an_action_that_is_nearly_gone_comes_back():
+    """Its plain gradient has its probability as a factor, the natural one has not."""
+    nearly_gone = [-9.0, 0.0, 0.0, 0.0]  # the best action, at 4e-5
+    plain = logit_gradient(nearly_gone, REWARDS, 0.0, is_natural=False)
+    natural = logit_gradient(nearly_gone, REWARDS, 0.0, is_natural=True)
+    assert 0 < plain[0] < 1e-4
+    assert natural[0] > 0.1
+
+
+@pytest.mark.parametrize("is_natural", [False, True])
+def test_both_rest_at_the_softmax_of_the_rewards(is_natural):
+    at_rest = (torch.tensor(REWARDS, dtype=torch.float64) / 0.3).tolist()
+    assert logit_gradient(at_rest, REWARDS, 0.3, is_natural).abs().max() < 1e-12
+
+
+def test_probability_that_leaks_comes_back():
+    objective = ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), 0.1, is_natural=True)
+    log_p = torch.tensor([0.3, 0.3], dtype=torch.float64).log().requires_grad_()  # 40 % are no action
+    rewards_BA = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
+    loss, _ = objective.loss(list(log_p[:, None]), rewards_BA, [NamedAction(0, 4, 5, 0)])
+    assert (-torch.autograd.grad(loss, log_p)[0] > 0.4).all()
+
+
+# The luck of the sampled action --------------------------------------------------------------------------------
+
+
+def test_luck_is_taken_out_where_a_group_thinks_the_same():
+    rewards_BA = torch.tensor([[1.0, 0.0]] * 2 + [[0.8, 0.4]] * 2 + [[1.0, 0.5]] * 2)
+    ids_BT = torch.tensor([[7, 8, 1], [7, 8, 2], [7, 8, 1], [7, 9, 2], [7, 8, 1], [3, 3, 3]])
+    named = [NamedAction(0, 2, 3, 0), NamedAction(1, 2, 3, 1), NamedAction(2, 2, 3, 0), NamedAction(3, 2, 3, 1)]
+    named += [NamedAction(4, 2, 3, 0)]  # beside a completion without an action
+    luck_B = luck_of_actions(rewards_BA, named, ids_BT, group=2)
+    assert luck_B.tolist() == pytest.approx([0.5, -0.5, 0.0, 0.0, 0.25, 0.0])

@@ -70,6 +70,7 @@ RUNS = {
     "expected": ("llama", {}, ()),
     "expected, gemma": ("gemma", {}, ()),
     "expected, actions of several tokens": ("llama", {"split_actions": True}, ()),
+    "natural": ("llama", {}, ("--objective", "natural")),
     "grpo": ("llama", {}, ("--objective", "grpo")),
     "grpo through TRL's own pass, gemma": ("gemma", {}, ("--objective", "grpo", "--packed", "false")),
 }
@@ -526,7 +527,7 @@ BAD_INPUT = [
     (["--config", "{tmp}/bad_task.yaml"], "--task nonsense: expected one of frozen_lake, cliff_walking, taxi"),
     # Values
     (["--reward_shape", "softmax"], "--reward_shape 'softmax': expected one of minmax, gap, rank"),
-    (["--objective", "ppo"], "--objective 'ppo': expected one of expected, grpo"),
+    (["--objective", "ppo"], "--objective 'ppo': expected one of natural, expected, grpo"),
     (["--observation", "pixels"], "--observation 'pixels': expected one of grid, coordinates, neighbours"),
     (["--warm_start", "sometimes"], "--warm_start 'sometimes': expected one of auto, always, never"),
     (["--stop_when", "bored"], "--stop_when 'bored': expected one of optimal, collapsed, either, never"),

@@ -759,9 +759,68 @@ def test_expected_objective_without_a_readable_answer_is_grpo(tmp_path):
     assert_same_gradient(*gradients)
 
 
+# The natural objective ---------------------------------------------------------------------------------------------
+
+
+def natural_advantages(tmp_path, replies: list[list[str]], rewards, **options) -> torch.Tensor:
+    """What the other tokens of these completions get, (prompts, group)."""
+    trainer = expected_trainer("llama", tmp_path, objective="natural")
+    completions = [[encoded(trainer, text) for text in group] for group in replies]
+    trainer = expected_trainer(
+        "llama", tmp_path, 0.1, objective="natural", completions=completions, rewards=rewards, **options
+    )
+    rows = [trainer.train_dataset[row] for row in range(len(PROMPTS)) for _ in range(GROUP)]
+    return trainer._generate_and_score_completions(rows)["advantages"].view(len(PROMPTS), GROUP)
+
+
+def replies_of(prompt: int, names=ACTIONS) -> list[str]:
+    """One thought, which no other prompt's replies have: the fixed rewards are found by the completion."""
+    return [f"<think>at {prompt}</think><answer>{name}</answer>" for name in names]
+
+
+def test_other_tokens_do_not_pay_for_the_action_that_was_drawn(tmp_path):
+    """Well-formed, one thought, every action once: nothing to tell the other tokens. Other thoughts may be a merit."""
+    rewards = [row.tolist() for row in ACTION_REWARDS]
+    thoughts = [f"<think>{name}</think><answer>{name}</answer>" for name in ACTIONS]
+    advantages_PG = natural_advantages(tmp_path, [replies_of(0), thoughts, replies_of(2)], rewards)
+    assert advantages_PG[[0, 2]].tolist() == [[0.0] * 4] * 2
+    sampled = torch.tensor(rewards[1], dtype=torch.float64)
+    expected = (sampled - sampled.mean()) / (sampled.std() + 1e-4)
+    torch.testing.assert_close(advantages_PG[1].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_malformed_completion_is_worse_whatever_action_it_names(tmp_path):
+    """By sampled rewards it would be the best of its group: it names the best action."""
+    replies = [[*replies_of(p, ACTIONS[:3]), f"<think>at {p}</think><answer>UP</answer> ok"] for p in range(3)]
+    rewards = [[0.6, 0.5, 0.4, 1.0 - 0.2], [0.6, 0.5, 0.4, 1.0 - 0.2], [0.6, 0.5, 0.4, 1.0 - 0.2]]
+    trainer_rewards = torch.tensor([[0.6, 0.5, 0.4, 1.0]] * 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "ACTION_REWARDS", trainer_rewards)
+        advantages_PG = natural_advantages(tmp_path, replies, rewards)
+    for advantages_G in advantages_PG:
+        assert advantages_G[3] < 0
+        assert advantages_G[:3].tolist() == pytest.approx([advantages_G[0].item()] * 3, abs=1e-4)
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_a_completion_without_an_action_is_worse_than_any_that_names_one(scale_rewards, tmp_path):
+    replies = [[*replies_of(p, ACTIONS[:3]), f"no idea at {p}"] for p in range(3)]
+    rewards = [[*row[:3].tolist(), 0.0] for row in ACTION_REWARDS]
+    for advantages_G in natural_advantages(tmp_path, replies, rewards, scale_rewards=scale_rewards):
+        assert advantages_G[3] < 0 < advantages_G[0]
+        assert advantages_G[:3].tolist() == pytest.approx([advantages_G[0].item()] * 3, abs=1e-4)
+
+
 # What the expected objective cannot do without
 @pytest.mark.parametrize(
-    "options", [{"action_rewards": None}, {"packed": False, "action_rewards": len}, {"objective": "reinforce"}]
+    "options",
+    [
+        {"action_rewards": None},
+        {"action_rewards": None, "objective": "natural"},
+        {"packed": False, "action_rewards": len},
+        {"packed": False, "action_rewards": len, "objective": "natural"},
+        {"objective": "reinforce"},
+    ],
 )
 def test_an_impossible_objective_is_refused_with_its_flag(options, tmp_path):
     with pytest.raises(InputError, match="--objective"):

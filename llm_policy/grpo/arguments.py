@@ -42,10 +42,10 @@ class ScriptArguments:
     """What neither TRL nor the task covers: the task's name, the objective, the warm start, the evaluations."""
 
     task: str = field(default="frozen_lake", metadata={"help": "What is trained: a name in tasks/__init__.py."})
-    objective: str = field(
-        default="grpo", metadata={"help": f"{' or '.join(OBJECTIVES)} (llm_policy/grpo/expected.py)."}
+    objective: str = field(default="grpo", metadata={"help": f"{', '.join(OBJECTIVES)} (llm_policy/grpo/expected.py)."})
+    action_entropy_coef: float = field(
+        default=0.0, metadata={"help": "natural, expected: weight of the entropy (nats)."}
     )
-    action_entropy_coef: float = field(default=0.0, metadata={"help": "expected: weight of the action entropy (nats)."})
     packed: bool = field(default=True, metadata={"help": "One row per prompt and group; false: TRL's pass."})
     merged_sampling: bool = field(
         default=True,
@@ -132,9 +132,10 @@ def _check_batches(training: GRPOConfig) -> None:
 
 def check_task(script: ScriptArguments, training: GRPOConfig, task) -> None:
     """`InputError` where the task lacks what an option needs."""
-    if script.objective == "expected" and (not task.actions or task.action_rewards is None):
+    if script.objective != "grpo" and (not task.actions or task.action_rewards is None):
         raise InputError(
-            f"--objective expected: --task {script.task} knows no reward for every legal answer; use --objective grpo"
+            f"--objective {script.objective}: --task {script.task} knows no reward for every legal answer; "
+            "use --objective grpo"
         )
     if script.warm_start == "always" and not task.lessons:
         raise InputError(f"--warm_start always: --task {script.task} has no replies to teach; use --warm_start never")

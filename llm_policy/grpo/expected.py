@@ -1,23 +1,29 @@
-"""The objective `expected`: the exact expected reward at the answer, in place of one sampled term.
+"""The objectives `expected` and `natural`: all legal actions count at the answer, in place of the sampled one.
 
 In each completion that names a legal action directly behind `<answer>`, in the prompt's spelling, the loss at the
-action's tokens is
+action's tokens is, with c = action_entropy_coef,
 
-    - sum_a p(a) r(s, a) - action_entropy_coef * H(pi),        pi = p / sum_A p,
+    expected    - sum_a p(a) r(s, a) - c H(pi)
+    natural     - 1/|A| sum_a [g(a) - mean g] log pi(a) - log sum_A p,     g(a) = r(s, a) - c log pi(a), constant
 
-with r the reward of a well-formed completion that answers a, p the model's own probability of the action's string after
-prompt and thought, and A the legal actions. All other tokens keep the group advantage.
+Here r is the reward of a well-formed completion that answers a, p the model's own probability of the action's string
+after prompt and thought, A the legal actions, and pi = p / sum_A p. All other tokens keep the group advantage.
 
-What is no action earns nothing here, not the half that it has for its form, so that probability which leaks to other
-answers comes back. A readable action in a malformed completion counts like a well-formed one, because the other tokens
-teach the form. Under such rewards the gradient is G / (G - 1) times the mean of the gradients that sampling the answer
-again and again would give GRPO with groups of G and without reward scaling (GRPO's baseline, the group's mean, contains
-the sample itself). So the reward has no sampling noise at the decision, and a group whose rewards agree has a gradient
-as long as one of its completions names an action. The KL term of `beta`, where there is one, stays sampled.
+`expected` is what sampling the answer again and again would come to. Under rewards that pay nothing for what is no
+action, its gradient is G / (G - 1) times the mean of GRPO's with groups of G and without reward scaling (GRPO's
+baseline, the group's mean, contains the sample itself). Its weakness is a factor p(a): an action that is nearly gone
+hardly comes back.
 
-The equality is one of sums over tokens (loss_type luspo). grpo and dapo divide a sampled term by the number of tokens,
-this one only by the number of completions, so that there it weighs more. Needs token-level ratios
-(importance_sampling_level): a ratio of the whole sequence would carry the sampled term back to the answer.
+`natural` climbs the same E_pi[r] + c H(pi) along its natural gradient in the logits of pi (Kakade 2001), which has no
+such factor: dz(a) = g(a) - mean g. At a uniform pi, where the warm start leaves it, both gradients are the same; both
+end at pi = softmax(r / c). The second term brings probability back that leaks to answers which are no action.
+
+In both a readable action in a malformed completion counts like a well-formed one, because the other tokens teach the
+form. A group whose rewards agree has a gradient as long as one of its completions names an action. The KL term of
+`beta`, where there is one, stays sampled. The comparison with GRPO is one of sums over tokens (loss_type luspo): grpo
+and dapo divide a sampled term by the number of tokens, this one is divided by the number of completions only. It needs
+token-level ratios (importance_sampling_level): a ratio of the whole sequence would carry the sampled term back to the
+answer.
 
 Axes: B completions of a batch, T tokens, N completions that name an action, A legal actions.
 """
@@ -35,11 +41,12 @@ from llm_policy.grpo.packing import Branch
 
 @dataclass(frozen=True)
 class NamedAction:
-    """Where a completion names its action: completion `completion`, tokens `start` up to `stop`."""
+    """Where a completion names its action: completion `completion`, tokens `start` up to `stop`; and which one."""
 
     completion: int
     start: int
     stop: int
+    action: int
 
 
 class ExpectedObjective:
@@ -49,13 +56,17 @@ class ExpectedObjective:
         actions: what may stand in the answer, in the order of the rewards' columns.
         token_ids: of each action, one or several.
         entropy_coef: weight of the entropy (nats) of pi.
+        is_natural: `natural` instead of `expected`.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, actions: Sequence[str], entropy_coef: float) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, actions: Sequence[str], entropy_coef: float, is_natural: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
         self.actions = list(actions)
         self.token_ids = action_token_ids(tokenizer, actions)
         self.entropy_coef = entropy_coef
+        self.is_natural = is_natural
 
     def named_actions(self, completion_ids_BT: torch.Tensor, completion_mask_BT: torch.Tensor) -> list[NamedAction]:
         """One entry for each completion that names a legal action in its usual tokens."""
@@ -63,7 +74,8 @@ class ExpectedObjective:
         for i, (ids, mask) in enumerate(zip(completion_ids_BT.tolist(), completion_mask_BT.tolist(), strict=True)):
             span = find_answer(self.tokenizer, ids[: sum(mask)], self.actions, self.token_ids)
             if span is not None:
-                found.append(NamedAction(i, span.start, span.stop))
+                action = self.token_ids.index(tuple(ids[span.start : span.stop]))
+                found.append(NamedAction(i, span.start, span.stop, action))
         return found
 
     def branches(self, named: Sequence[NamedAction]) -> list[Branch]:
@@ -83,16 +95,44 @@ class ExpectedObjective:
         if named:
             log_probabilities_NA = torch.stack([b.sum() for b in branch_log_probabilities]).view(len(named), -1)
         probabilities_NA = log_probabilities_NA.exp()
-        expected_N = (probabilities_NA * rewards_BA[[n.completion for n in named]]).sum(1)
+        rewards_NA = rewards_BA[[n.completion for n in named]]
+        expected_N = (probabilities_NA * rewards_NA).sum(1)
         log_policy_NA = log_probabilities_NA.log_softmax(dim=1)
         entropy_N = -(log_policy_NA.exp() * log_policy_NA).sum(1)
-        total = expected_N.sum() + self.entropy_coef * entropy_N.sum()
+        if self.is_natural:
+            gains_NA = (rewards_NA - self.entropy_coef * log_policy_NA).detach()
+            climb_N = ((gains_NA - gains_NA.mean(1, keepdim=True)) * log_policy_NA).mean(1)
+            total = (climb_N + log_probabilities_NA.logsumexp(1)).sum()
+        else:
+            total = expected_N.sum() + self.entropy_coef * entropy_N.sum()
         sums = {
             "action/expected_reward": expected_N.sum().detach(),
             "action/entropy": entropy_N.sum().detach(),
             "action/legal_probability": probabilities_NA.sum().detach(),
         }
         return -total / len(rewards_BA), sums
+
+
+def luck_of_actions(
+    rewards_BA: torch.Tensor, named: Sequence[NamedAction], completion_ids_BT: torch.Tensor, group: int
+) -> torch.Tensor:
+    """What each completion's sampled action earned above the state's mean, (B,); 0 in groups of several thoughts.
+
+    At the answer all actions count already. Where all completions of a group that name an action think the same, the
+    action that was drawn says nothing about the other tokens: left in their advantage, a malformed completion with a
+    lucky action would be preferred to a well-formed one. Where the thoughts differ, the action may be their merit.
+    """
+    luck_B = rewards_BA.new_zeros(len(rewards_BA))
+    thoughts: dict[int, set[tuple[int, ...]]] = {}
+    for n in named:
+        thoughts.setdefault(n.completion // group, set()).add(
+            tuple(completion_ids_BT[n.completion, : n.start].tolist())
+        )
+    for n in named:
+        if len(thoughts[n.completion // group]) == 1:
+            rewards_A = rewards_BA[n.completion]
+            luck_B[n.completion] = rewards_A[n.action] - rewards_A.mean()
+    return luck_B
 
 
 def without_answers(

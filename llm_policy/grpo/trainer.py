@@ -17,13 +17,15 @@ from trl.trainer.utils import RepeatSampler, split_tensor_dict
 
 from llm_policy.checkpoints import written_whole
 from llm_policy.errors import InputError
-from llm_policy.grpo.expected import ExpectedObjective, without_answers
+from llm_policy.grpo.expected import ExpectedObjective, luck_of_actions, without_answers
 from llm_policy.grpo.packing import Branch, pack_groups, packed_log_probabilities
 from llm_policy.sampling import sample_completions
 
-OBJECTIVES = ("expected", "grpo")
+OBJECTIVES = ("natural", "expected", "grpo")
 # Mean |difference| of log-probabilities, packed against stock, that rounding explains; a wrong mask gives over 0.3.
 PACKED_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+REWARD_ROUNDING = 1e-6  # TRL's rewards are float32: differences below this are none
+STD_EPSILON = 1e-4  # TRL's
 # TRL's private methods that `PolicyTrainer` overrides, with their parameters as of the pinned version. A version that
 # changes one fails tests/test_trainer.py, and not a run.
 OVERRIDDEN = {
@@ -52,8 +54,10 @@ class PolicyTrainer(GRPOTrainer):
        whose advantage is zero skip the pass, or what follows their answer, where nothing else in the loss needs them.
        Equal to stock up to rounding; `packed=False` takes TRL's pass.
     3. Groups stay together in a micro-batch (TRL shuffles single completions), which packing needs.
-    4. `objective="expected"`: at the answer the exact expected reward over all legal actions replaces the sampled term
-       (llm_policy/grpo/expected.py has the formula). Needs the reward of every action (`action_rewards`).
+    4. `objective="expected"` and `"natural"`: at the answer all legal actions count, weighted by the model's own
+       probabilities, in place of the sampled one (llm_policy/grpo/expected.py has the formulas). Under `natural` the
+       luck of the sampled action is taken out of the other tokens' advantage, too, where the thoughts of a group agree.
+       Needs the reward of every action (`action_rewards`).
     5. The order of the rows depends on seed and epoch alone, so that a resumed run sees what it would have seen.
     6. Rewards are float64 until they are advantages: the mean of equal ones is then exact, and a unanimous group has no
        variance. In float32 rounding errors of 1e-7 make advantages of 1e-3, and unanimous groups count as varied.
@@ -85,19 +89,21 @@ class PolicyTrainer(GRPOTrainer):
             guesses: dataset rows -> token ids of a likely completion of each (llm_policy/sampling.py).
         """
         check_objective(objective, packed, args)
-        if objective == "expected" and (action_rewards is None or not actions):
+        if objective != "grpo" and (action_rewards is None or not actions):
             raise InputError(
-                "--objective expected: this task knows no reward for every legal answer; use --objective grpo"
+                f"--objective {objective}: this task knows no reward for every legal answer; use --objective grpo"
             )
         super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
         self.packed = packed
         self.expected: ExpectedObjective | None = None
-        if objective == "expected":
-            self.expected = ExpectedObjective(self._tokenizer, actions, action_entropy_coef)
+        if objective != "grpo":
+            is_natural = objective == "natural"
+            self.expected = ExpectedObjective(self._tokenizer, actions, action_entropy_coef, is_natural)
         self.action_rewards = action_rewards
         self.guesses = guesses
         self._guessed_B: list[list[int]] | None = None  # for the rows that are being sampled
         self._unanimous_share = 0.0  # of the groups that were rewarded last
+        self._reward_B: torch.Tensor | None = None  # of the completions that were rewarded last
         self._merged = merged_sampling and MergedCopy.is_possible(self.model)
         self._merged_copy: MergedCopy | None = None
         self._skipped_B: torch.Tensor | None = None  # completions without advantage, set around a training pass
@@ -159,6 +165,7 @@ class PolicyTrainer(GRPOTrainer):
         group = self.num_generations if self.model.training else self.num_generations_eval
         lowest, highest = reward_B.view(-1, group).aminmax(dim=1)
         self._unanimous_share = (lowest == highest).double().mean().item()
+        self._reward_B = reward_B
         return rewards_BF
 
     def _generate_and_score_completions(self, inputs):
@@ -167,10 +174,26 @@ class PolicyTrainer(GRPOTrainer):
         self._metrics["train" if self.model.training else "eval"]["frac_reward_zero_std"][-1] = self._unanimous_share
         output["advantages"] = output["advantages"].float()
         if self.expected:
-            output["action_rewards"] = torch.as_tensor(
-                self.action_rewards(inputs), dtype=torch.float32, device=output["advantages"].device
-            )
+            rewards_BA = torch.as_tensor(self.action_rewards(inputs), device=output["advantages"].device)
+            output["action_rewards"] = rewards_BA.float()
+            if self.expected.is_natural and self.multi_objective_aggregation == "sum_then_normalize":
+                output["advantages"] = self._advantages_without_luck(output, rewards_BA)
         return output
+
+    def _advantages_without_luck(self, output, rewards_BA: torch.Tensor) -> torch.Tensor:
+        """TRL's group advantages (B,), of rewards without what the sampled action earned above its state's mean."""
+        group = self.num_generations if self.model.training else self.num_generations_eval
+        named = self.expected.named_actions(output["completion_ids"], output["completion_mask"])
+        first = self.accelerator.process_index * len(rewards_BA)
+        reward_B = self._reward_B[first : first + len(rewards_BA)]
+        reward_PG = (reward_B - luck_of_actions(rewards_BA, named, output["completion_ids"], group)).view(-1, group)
+        above_PG = reward_PG - reward_PG.mean(dim=1, keepdim=True)
+        above_PG = above_PG.where(above_PG.abs() > REWARD_ROUNDING, torch.zeros_like(above_PG))
+        if self.scale_rewards == "group":
+            above_PG = above_PG / (reward_PG.std(dim=1, keepdim=True) + STD_EPSILON)
+        elif self.scale_rewards == "batch":
+            above_PG = above_PG / (reward_PG.std() + STD_EPSILON)
+        return above_PG.flatten().float()
 
     # Training pass ---------------------------------------------------------------------------------------------
 
@@ -309,9 +332,9 @@ def check_objective(objective: str, packed: bool, args: GRPOConfig) -> None:
     """Raise `InputError` for an unknown objective, or for `expected` with options that it cannot be had with."""
     if objective not in OBJECTIVES:
         raise InputError(f"--objective {objective!r}: expected one of {', '.join(OBJECTIVES)}")
-    if objective == "expected" and not packed:
-        raise InputError("--objective expected: needs --packed true; TRL's own pass knows --objective grpo only")
-    if objective == "expected" and args.importance_sampling_level != "token":
+    if objective != "grpo" and not packed:
+        raise InputError(f"--objective {objective}: needs --packed true; TRL's own pass knows --objective grpo only")
+    if objective != "grpo" and args.importance_sampling_level != "token":
         raise InputError(
             f"--importance_sampling_level {args.importance_sampling_level}: one ratio for all tokens carries the "
             "sampled term back to the answer; use token, or --objective grpo"
