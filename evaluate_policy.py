@@ -26,6 +26,7 @@ from llm_policy.environments.judge import BASELINES, is_baseline
 from llm_policy.errors import InputError, check_at_least, run_script
 from llm_policy.grpo.lifecycle import WARM_START_FOLDER
 from llm_policy.models import context_tokens, load_model, load_tokenizer
+from llm_policy.number_format import faster_format
 from llm_policy.run_files import run_settings
 from tasks import TASKS, Judge, task_module
 
@@ -51,9 +52,9 @@ class EvaluationArguments:
         default=None, metadata={"help": "Tokens a completion may have. Default: the run's, else 64."}
     )
     dtype: str | None = field(
-        default=None, metadata={"help": "Weights: bfloat16, float16 or float32. Default: the run's, else bfloat16."}
+        default=None, metadata={"help": "Weights: bfloat16, float16 or float32. Default: the run's, else the faster."}
     )
-    seed: int = field(default=0, metadata={"help": "Of sampling, simulation and Q-learning."})
+    seed: int = field(default=0, metadata={"help": "Seed for sampling, simulation and Q-learning."})
     output_dir: str | None = field(default=None, metadata={"help": "Where evaluation.json and policy.png go."})
 
     def __post_init__(self) -> None:
@@ -62,25 +63,34 @@ class EvaluationArguments:
         )
 
 
+def task_of(settings: dict) -> str:
+    """Runs from before there were tasks are the lake's."""
+    return settings.get("task", "frozen_lake")
+
+
 def shared_settings(runs: dict[str, dict], arguments: EvaluationArguments) -> dict:
     """Task, maps and dynamics that all runs among the policies have; `InputError` where they differ."""
     known = {name: settings for name, settings in runs.items() if settings}
     shared: dict = {}
+    for name, settings in known.items():
+        if arguments.task not in (None, task_of(settings)):
+            raise InputError(
+                f"--task {arguments.task}: {name} belongs to the task {task_of(settings)}; leave --task out"
+            )
     for key in SHARED:
         option = "map" if key == "maps" else key
         if getattr(arguments, option) is not None:
             continue
         for name, settings in known.items():
-            if key != "task" and settings.get("task", "frozen_lake") != "frozen_lake":
+            if key != "task" and task_of(settings) != "frozen_lake":
                 continue  # without maps and ice
             if key not in settings and key != "task":
                 raise InputError(f"--policies {name}: run.json names no {option}; give --{option}")
-            value = settings.get(key, "frozen_lake")
+            value = task_of(settings) if key == "task" else settings[key]
             if value != shared.setdefault(key, value):
                 others = ", ".join(known)
-                raise InputError(
-                    f"--policies {others}: of runs with other {key}; judge them one by one or give --{option}"
-                )
+                remedy = "judge them one by one" + ("" if key == "task" else f" or give --{option}")
+                raise InputError(f"--policies {others}: these runs were judged on different {key}; {remedy}")
     return shared
 
 
@@ -106,8 +116,9 @@ def model_answers(name: str, settings: dict, arguments: EvaluationArguments, sha
     tokenizer = load_tokenizer(name)
     tokens = arguments.max_completion_length or settings.get("max_completion_length", 64)
     judge = judge_of(arguments, settings | shared, Reader(tokenizer, tokens))
-    model = load_model(name, dtype=arguments.dtype or settings.get("dtype", "bfloat16"))
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = torch.cuda.is_available()
+    model = load_model(name, dtype=arguments.dtype or settings.get("dtype") or faster_format(on_gpu)[0])
+    model = model.to("cuda" if on_gpu else "cpu")
     check_prompt(judge.first_prompt(), tokenizer, context_tokens(model), tokens)
     answers = {f"{name}, greedy": judge.answers(model)}
     if arguments.samples_per_state:
@@ -126,6 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     answers_of: dict[str, dict] = {}
     for name in arguments.policies:
         if is_baseline(name):
+            print(f"judging {name}", flush=True)
             answers_of[name] = judge.baseline_answers(name)
         else:
             answers_of |= model_answers(name, runs[name], arguments, shared)

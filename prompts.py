@@ -7,7 +7,7 @@ behaves, what the letters mean and what an answer looks like.
 from collections.abc import Callable
 
 from llm_policy.chat import Messages
-from llm_policy.environments.frozen_lake import ACTIONS, MOVES, Cell, Grid
+from llm_policy.environments.frozen_lake import ACTIONS, MOVES, Cell, Grid, grid_text
 from llm_policy.errors import InputError
 
 SYSTEM_PROMPT = (
@@ -39,7 +39,7 @@ _LETTER_NAMES = {"S": "ice", "F": "ice", "H": "hole", "G": "goal"}
 # Parts of an observation: (grid, row-major index of the agent's cell) -> text --------------------------------------
 
 
-def place(grid: Grid, state: int) -> str:
+def position(grid: Grid, state: int) -> str:
     """Row and column of the agent, both from 0."""
     row, column = divmod(state, len(grid[0]))
     return f"You are at row {row}, column {column}."
@@ -47,8 +47,8 @@ def place(grid: Grid, state: int) -> str:
 
 def map_rows(grid: Grid, state: int, agent: str = "A", between: str = "") -> str:
     """The map with the agent's cell as `agent`."""
-    place_row, column = divmod(state, len(grid[0]))
-    rows = [[*row[:column], agent, *row[column + 1 :]] if r == place_row else row for r, row in enumerate(grid)]
+    agent_row, column = divmod(state, len(grid[0]))
+    rows = [[*row[:column], agent, *row[column + 1 :]] if r == agent_row else row for r, row in enumerate(grid)]
     return "\n".join(between.join(row) for row in rows)
 
 
@@ -100,10 +100,10 @@ def _cell_name(grid: Grid, cell: Cell) -> str:
 # A new observation is one entry: its parts, each on lines of its own.
 OBSERVATIONS = {
     "grid": (map_rows,),
-    "coordinates": (place, map_rows),
-    "neighbours": (place, map_rows, neighbours),
-    "spaced": (place, spaced_rows, neighbours),
-    "ways": (place, spaced_rows, neighbours_with_ways),
+    "coordinates": (position, map_rows),
+    "neighbours": (position, map_rows, neighbours),
+    "spaced": (position, spaced_rows, neighbours),
+    "ways": (position, spaced_rows, neighbours_with_ways),
     "original": (coloured_rows,),
 }
 
@@ -122,14 +122,14 @@ def policy_messages(grid: Grid, state: int, is_slippery: bool, observation: str 
     """
     if observation == "original":
         cells = "".join(grid)
-        if any(cells[place : place + 1] not in ("S", "F") for place, _, _ in ORIGINAL_EXAMPLES):
+        if any(cells[cell : cell + 1] not in ("S", "F") for cell, _, _ in ORIGINAL_EXAMPLES):
             raise InputError(
                 f"--observation original: its examples stand on cells 0, 1 and 4, not all of which are ice on "
-                f"{'|'.join(grid)}; use another observation or the 4x4 map"
+                f"{grid_text(grid)}; use another observation or the 4x4 map"
             )
         examples = [
-            f"{observation_text(grid, place, observation)}\n<think>{thought}</think><answer>{action}</answer>"
-            for place, thought, action in ORIGINAL_EXAMPLES
+            f"{observation_text(grid, cell, observation)}\n<think>{thought}</think><answer>{action}</answer>"
+            for cell, thought, action in ORIGINAL_EXAMPLES
         ]
         text = "\n\n".join([ORIGINAL_PROMPT, *examples, observation_text(grid, state, observation)])
         return [{"role": "user", "content": text}]

@@ -4,7 +4,7 @@
     python report.py --check    # changes nothing; exit code 1 where a section is out of date
 
 A section stands between `<!-- NAME: written by report.py -->` and `<!-- end of NAME -->`, in any of these files.
-Only results/ and the dates of commits are read, and nothing is trained. Exit code 1: out of date (--check).
+Only results/ and the dates of commits are read, and nothing is trained.
 """
 
 from llm_policy.startup import announce
@@ -25,13 +25,13 @@ from pathlib import Path
 
 import numpy as np
 
-from llm_policy.command_line import parse_arguments
+from llm_policy.command_line import EXIT_CODES, parse_arguments
 from llm_policy.environments.frozen_lake import ACTIONS, Grid, acting_states, grid_of, lake_mdp, leads_to_goal
 from llm_policy.environments.mdp import AGREEMENT_GAMMA, OPTIMAL_PERCENT, optimal_actions, optimal_q
 from llm_policy.errors import InputError, run_script
 from llm_policy.plots import curves_figure
+from llm_policy.run_files import ROOT
 
-ROOT = Path(__file__).resolve().parent
 RESULTS = ROOT / "results"
 BEGIN, END = "<!-- {name}: written by report.py -->", "<!-- end of {name} -->"
 SECTIONS = ("summary", "results", "ablations", "maps", "observations", "probe", "search", "speed")
@@ -693,7 +693,12 @@ class ReportArguments:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    (arguments,), _ = parse_arguments(argv, (ReportArguments,), description=__doc__)
+    (arguments,), _ = parse_arguments(
+        argv,
+        (ReportArguments,),
+        description=__doc__,
+        exit_codes={0: "done", 1: "out of date (--check)", 2: EXIT_CODES[2]},
+    )
     results = training_results()
     if not results:
         raise InputError("results/: holds no finished seeds yet; results/run.py makes them")

@@ -37,8 +37,8 @@ def _minmax_PA(q_values_PA: np.ndarray) -> np.ndarray:
 def _gap_PA(q_values_PA: np.ndarray) -> np.ndarray:
     """exp of the relative loss against the best action, times 10: keeps 5 % worse (0.61) apart from optimal (1)."""
     best_P1 = q_values_PA.max(axis=1, keepdims=True)
-    scale_P1 = np.maximum(np.abs(best_P1), 1e-9)
-    return np.exp(-10.0 * (best_P1 - q_values_PA) / scale_P1)
+    size_P1 = np.maximum(np.abs(best_P1), 1e-9)
+    return np.exp(-10.0 * (best_P1 - q_values_PA) / size_P1)
 
 
 def _rank_PA(q_values_PA: np.ndarray) -> np.ndarray:

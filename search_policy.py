@@ -34,8 +34,8 @@ from llm_policy.plots import curves_figure
 from llm_policy.policy_search.answer_log import AnswerLog, read_log
 from llm_policy.policy_search.judge import (
     PUBLISHED,
-    Comparison,
-    Judge,
+    SearchComparison,
+    SearchJudge,
     ceiling_text,
     compare,
     comparison_table,
@@ -177,7 +177,7 @@ def search_without_model(problem: SearchProblem, settings: SearchSettings, known
 
 
 def closing_lines(
-    problem: SearchProblem, compared: Comparison, whole_budgets: dict[str, float], cost: dict
+    problem: SearchProblem, compared: SearchComparison, whole_budgets: dict[str, float], cost: dict
 ) -> list[str]:
     """What stands below the table; the verdict is the last line.
 
@@ -197,7 +197,7 @@ def closing_lines(
     return [*lines, *published_text(problem.environment.env_id), cost_text(cost), verdict]
 
 
-def save(folder: Path, text: str, evaluation: dict, compared: Comparison, title: str) -> None:
+def save(folder: Path, text: str, evaluation: dict, compared: SearchComparison, title: str) -> None:
     """`curve.png`, `result.txt` and, as the mark of a finished run, `evaluation.json`."""
     figure = curves_figure(
         {name: [curve] for name, curve in compared.curves.items()},
@@ -254,11 +254,11 @@ def run_search(folder: Path, arguments: Arguments, config: str) -> None:
     # Searches without a model, with the same budget
     searches = {name: steps} | (search_without_model(problem, settings, name) if script.baselines else {})
 
-    # Judgement
+    # PolicyValue
     is_exact = environment.mdp is not None
     judged_by = "exactly" if is_exact else f"by {script.judge_episodes} fresh episodes"
     print(f"judging the policies {judged_by}", flush=True)
-    judge = Judge(problem, script.judge_episodes, settings.seed)
+    judge = SearchJudge(problem, script.judge_episodes, settings.seed)
     compared = compare(searches, name, judge)
     cost = cost_of(log, steps, settings, time.perf_counter() - began)
     whole_budgets = {n: judge(s[-1].best).value for n, s in searches.items() if n != name and s[-1].best is not None}

@@ -69,11 +69,12 @@ class Options:
         return self.script.check != "only"
 
 
-def default_config(task: str) -> Path:
-    """configs/TASK.yaml where there is one, else by hardware."""
+def default_config(task: str) -> Path | None:
+    """The lake's configuration by hardware; for another task configs/TASK.yaml, if there is one."""
     configs = run_files.ROOT / "configs"
-    by_hardware = "gemma_2b_it.yaml" if torch.cuda.is_available() else "laptop.yaml"
-    return next(path for path in (configs / f"{task}.yaml", configs / by_hardware) if path.exists())
+    if task == "frozen_lake":
+        return configs / ("gemma_2b_it.yaml" if torch.cuda.is_available() else "laptop.yaml")
+    return path if (path := configs / f"{task}.yaml").exists() else None
 
 
 def read_options(argv: Sequence[str] | None) -> Options:
@@ -93,9 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     script, training, output_dir = options.script, options.training, options.output_dir
     on_gpu = training.device.type == "cuda"
     hardware = "CUDA" if on_gpu else "CPU"
-    print(f"{hardware}: {options.config} with {options.model.model_name_or_path}, seed {training.seed}", flush=True)
+    config = options.config or "no configuration"
+    print(f"{hardware}: {config} with {options.model.model_name_or_path}, seed {training.seed}", flush=True)
     if options.note:
         print(options.note, flush=True)
+    if training.use_cpu and torch.cuda.is_available():
+        print(f"{options.config} says use_cpu: true; --use_cpu false takes the GPU")
     if not on_gpu and not training.use_cpu:
         print(f"{options.config} is made for a GPU, and there is none here; configs/laptop.yaml is made for a CPU")
     rules.check_arguments(script, training, options.model)
@@ -231,10 +235,12 @@ def write_run_files(options: Options, judge: Judge, on_adapter: bool) -> None:
 
 def untrained_answers(model: PreTrainedModel, judge: Judge, file: Path) -> dict:
     """What the untrained model answers; kept in `file`, so that a resumed run shows the same row."""
-    if not file.exists():
+    answers = json.loads(file.read_text()) if file.exists() else None
+    if not isinstance(answers, dict):  # an older version kept a list
         print("judging the untrained model", flush=True)
-        run_files.write_whole(file, json.dumps(judge.answers(model)))
-    return json.loads(file.read_text())
+        answers = judge.answers(model)
+        run_files.write_whole(file, json.dumps(answers))
+    return answers
 
 
 def policy_trainer(

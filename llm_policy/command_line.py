@@ -7,7 +7,7 @@ import sys
 import textwrap
 import types
 from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from enum import Enum
 from pathlib import Path
@@ -17,10 +17,14 @@ import yaml
 from trl import TrlParser
 
 from llm_policy.errors import InputError
+from llm_policy.run_files import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 FOREIGN_PACKAGES = ("trl", "transformers")  # their options are many: --help leaves them to --help_all
-EXIT_CODES = "exit codes: 0 done, 2 the input cannot be used (one line says why), 75 interrupted"
+EXIT_CODES = {
+    0: "done",
+    2: "the input cannot be used (one line says why)",
+    75: "interrupted",
+}
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes", list: "a list"}
 WIDEST_LINE = 120
 
@@ -50,7 +54,7 @@ def plain_message(message: str) -> str:
 
 def parse_arguments(
     argv: Sequence[str] | None, groups: Sequence[type], *, description: str, default_config: Path | None = None,
-    own: Sequence[type] | None = None,
+    own: Sequence[type] | None = None, exit_codes: Mapping[int, str] = EXIT_CODES,
 ) -> tuple[list, str]:  # fmt: skip
     """Read a command line and its YAML file.
 
@@ -60,6 +64,7 @@ def parse_arguments(
         description: what the script does, with examples: its docstring.
         default_config: YAML file that is read where no --config is named.
         own: the groups that --help lists; None for those that TRL and Transformers do not define.
+        exit_codes: code -> meaning, for the last line of --help.
     Returns one instance of each dataclass and the YAML file's path, "" for none. Flags win over the file, and the last
     --config counts.
     Raises `InputError`, one line, for unknown and abbreviated flags, unusable values and an unusable file.
@@ -71,13 +76,13 @@ def parse_arguments(
     for field in own_fields(own):
         assert field.metadata.get("help"), f"{field.name}: an option without a help text"
     if {"-h", "--help"} & set(argv):
-        print(short_help(groups, own, description, default_config))
+        print(short_help(groups, own, description, default_config, exit_codes))
         raise SystemExit(0)
     # No --help of argparse: its usage alone would fill a screen. No abbreviations: a new option must not break them.
     usage = "%(prog)s [--config FILE] [--OPTION VALUE ...]"
     parser = Parser(
         tuple(groups),  # type: ignore[arg-type]  # TRL's name for a dataclass is no type
-        description=description.strip(), epilog=EXIT_CODES, usage=usage, formatter_class=HelpFormatter,
+        description=description.strip(), epilog=exit_codes_text(exit_codes), usage=usage, formatter_class=HelpFormatter,
         add_help=False, allow_abbrev=False,
     )  # fmt: skip
     if {"--help_all", "--help-all"} & set(argv):
@@ -208,9 +213,14 @@ def escape_percent_signs(parser: Parser, own: Sequence[type]) -> None:
             action.help = (action.help or "").replace("%", "%%")
 
 
+def exit_codes_text(exit_codes: Mapping[int, str]) -> str:
+    return "exit codes: " + ", ".join(f"{code} {meaning}" for code, meaning in exit_codes.items())
+
+
 def short_help(
-    groups: Sequence[type], own: Sequence[type], description: str, default_config: Path | None = None
-) -> str:
+    groups: Sequence[type], own: Sequence[type], description: str, default_config: Path | None = None,
+    exit_codes: Mapping[int, str] = EXIT_CODES,
+) -> str:  # fmt: skip
     """Description, the script's own options with their defaults, exit codes: as wide as the terminal."""
     columns = min(shutil.get_terminal_size().columns, WIDEST_LINE)
     rows = [("--config FILE", "YAML file with options; flags win over it.")]
@@ -225,7 +235,9 @@ def short_help(
     title = "options and their defaults:"
     if default_config is not None:
         title = f"options and their defaults (without --config, {relative(default_config)} is read):"
-    return "\n".join([*refilled(description, columns), "", title, *min(tables, key=len), "", EXIT_CODES])
+    return "\n".join(
+        [*refilled(description, columns), "", title, *min(tables, key=len), "", exit_codes_text(exit_codes)]
+    )
 
 
 def refilled(description: str, columns: int) -> list[str]:

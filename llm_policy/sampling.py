@@ -135,7 +135,7 @@ def _sample_along(
     group: int,
     config: GenerationConfig,
 ) -> list[list[int]]:
-    """Sample `group` completions of each prompt, several tokens a pass where guesses come true.
+    """Sample `group` completions of each prompt, several tokens per pass where guesses come true.
 
     A pass gives the distribution behind every token of a guess. A completion takes its samples from them as long as
     they are what was guessed; the first that is not ends its share of the pass, and is a sample like the others
@@ -148,7 +148,7 @@ def _sample_along(
     """
     vocabulary = model.config.get_text_config().vocab_size
     completions: list[list[int]] = [[] for _ in range(len(ids_PL) * group)]
-    # One number a token, whichever pass it is sampled in: the guesses have no part in what comes out.
+    # One number per token, whichever pass it is sampled in: the guesses have no part in what comes out.
     noise_RT = torch.zeros(len(completions), config.max_new_tokens, device=ids_PL.device)
     if config.do_sample:
         noise_RT.uniform_()
@@ -225,7 +225,7 @@ def _take_samples(
 
 
 def _pick(logits_WV: torch.Tensor, noise_W: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
-    """One token a row: the most probable, or the one in whose share of the cumulative distribution the noise falls."""
+    """One token per row: the most probable, or the one in whose share of the cumulated distribution the noise falls."""
     if not config.do_sample:
         return logits_WV.argmax(1)
     shares_WV = (logits_WV.float() / (config.temperature or 1.0)).softmax(1).cumsum(1)
@@ -243,7 +243,7 @@ def _up_to_end(token_ids: list[int], end_token_ids: int | list[int]) -> list[int
 
 
 def common_prefix(sequences: Sequence[TokenIds]) -> TokenIds:
-    """What all sequences begin with; nothing where they are one and the same, for then nothing is gained."""
+    """What all sequences begin with; nothing where they are one and the same, because then nothing is gained."""
     first, last = min(map(tuple, sequences)), max(map(tuple, sequences))
     if first == last:
         return ()

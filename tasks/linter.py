@@ -211,8 +211,8 @@ def bellman_residual(expert: pd.DataFrame, is_slippery: bool | None = None) -> t
         q_PA = np.array(rows["q_values"].tolist())
         values_S[rows["state"]] = q_PA.max(axis=1)
         states = rows["state"].to_numpy()
-        wins_PAK = mdp.probabilities_SAK[states] > 0  # zero where the episode ends: nothing follows
-        next_values_PAK = np.where(wins_PAK, values_S[mdp.next_states_SAK[states]], 0.0)
+        continues_PAK = mdp.probabilities_SAK[states] > 0  # zero where the episode ends: nothing follows
+        next_values_PAK = np.where(continues_PAK, values_S[mdp.next_states_SAK[states]], 0.0)
         next_values_PA = (mdp.probabilities_SAK[states] * next_values_PAK).sum(axis=2)
         usable_PA = np.isfinite(next_values_PA)
         known.append(q_PA[usable_PA])

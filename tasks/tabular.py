@@ -1,5 +1,7 @@
 """What tasks with a table share: an expert's CSV becomes a `Task`, a model's answers become policy tables and scores.
 
+Axes: P prompts (a state each), G samples, A actions, S states.
+
 A task of its own adds the words (`Words`) and its options; see frozen_lake.py and taxi.py.
 """
 
@@ -31,7 +33,7 @@ from llm_policy.environments.pictures import policy_figure
 from llm_policy.environments.policy_table import best_actions, score_policy, uniform_policy
 from llm_policy.environments.table_environment import TableEnvironment
 from llm_policy.errors import InputError, check_at_least, check_choices
-from llm_policy.grpo.answers import answer_probabilities, greedy_answers
+from llm_policy.grpo.answers import answer_probabilities, greedy_answers, mean_answers
 from llm_policy.grpo.diagnostics import Judgement
 from llm_policy.run_files import ROOT
 from llm_policy.tables import show
@@ -118,9 +120,9 @@ class TableJudge:
             rows_PGA, valid = answer_probabilities(self.reader, model, prompts, actions, samples, guesses)
         else:
             rows_PGA, valid = greedy_answers(self.reader, model, prompts, actions, guesses)
-        found = {"policies": self._tables(pairs, rows_PGA.mean(axis=1)), "format_validity": valid}
-        if samples:
-            parts = [part_PGA.mean(axis=1) for part_PGA in np.array_split(rows_PGA, min(PARTS, samples), axis=1)]
+        found = {"policies": self._tables(pairs, mean_answers(rows_PGA)), "format_validity": valid}
+        if samples >= PARTS:
+            parts = [mean_answers(part_PGA) for part_PGA in np.array_split(rows_PGA, PARTS, axis=1)]
             found["success_of_parts"] = [self._success_at_horizon(self._tables(pairs, rows_PA)) for rows_PA in parts]
         return found
 
@@ -200,8 +202,8 @@ class TableJudge:
         title = f"{env_id}{'' if where == env_id else f' {where}'}{kind}"
         table, ceiling = evaluation_table(evaluated, title)
         spreads = [
-            f"{name}: the answers are exact, the thoughts sampled; each quarter of them alone gives "
-            f"{min(parts):.4f} to {max(parts):.4f} within the limit."
+            f"{name}: exact answers behind sampled thoughts; a quarter of the thoughts gives {min(parts):.4f} to "
+            f"{max(parts):.4f} within the limit."
             for name, answers in answers_of.items()
             if (parts := answers.get("success_of_parts"))
         ]
@@ -239,6 +241,8 @@ def table_task(
         )
     ]
 
+    rows = drawn_rows(rows, training, arguments.balance_actions)
+
     def action_rewards(rows: list[dict], weights: Sequence[float]) -> np.ndarray:
         return well_formed_rewards([row["q_values"] for row in rows], shaping, weights)
 
@@ -263,7 +267,7 @@ def table_task(
         ]
 
     return Task(
-        rows=drawn_rows(rows, training, arguments.balance_actions),
+        rows=rows,
         reward_functions=reward_functions(shaping, actions),
         judge=judge,
         judge_between=replace(judge, environments=judge.environments[:MAPS_JUDGED]),

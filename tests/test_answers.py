@@ -7,7 +7,8 @@ from tiny_policies import ARCHITECTURE_NAMES, add_random_adapter, plain_scores, 
 
 from llm_policy.chat import Reader
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
-from llm_policy.grpo.answers import answer_probabilities, greedy_answers
+from llm_policy.grpo import answers, packing
+from llm_policy.grpo.answers import answer_probabilities, greedy_answers, mean_answers
 from llm_policy.models import load_model, load_tokenizer
 from prompts import format_example, policy_messages
 
@@ -48,8 +49,7 @@ def test_behind_a_thought_stand_the_models_own_probabilities(architecture, split
             with torch.no_grad():
                 scores, _ = plain_scores(model.eval(), reader.prompt(messages), ids)
             p_A.append(scores[len(given) :].sum().exp().item())
-        leaked = 1.0 - sum(p_A)
-        assert row_A == pytest.approx([p + leaked / 4 for p in p_A], abs=1e-4)
+        assert row_A == pytest.approx(p_A, abs=1e-4)
 
 
 def test_each_thought_has_its_own_answers_and_what_has_none_is_uniform(answering_llama):
@@ -57,10 +57,10 @@ def test_each_thought_has_its_own_answers_and_what_has_none_is_uniform(answering
     texts = [f"{THOUGHT}UP</answer>", "<think>else</think><answer>no idea", "no answer", f"{THOUGHT}LEFT</answer>"]
     rows_PGA, valid = answer_probabilities(says("llama", texts), model, PROMPTS[:2], ACTIONS, samples=4)
     assert valid == 0.5
-    np.testing.assert_allclose(rows_PGA.sum(axis=2), 1.0)
     np.testing.assert_allclose(rows_PGA[:, 2], 0.25)
+    np.testing.assert_allclose(mean_answers(rows_PGA).sum(axis=1), 1.0)
     np.testing.assert_allclose(rows_PGA[:, 0], rows_PGA[:, 3])  # the same thought, whatever was answered
-    assert np.abs(rows_PGA[:, 0] - rows_PGA[:, 1]).max() > 1e-4
+    assert (rows_PGA[:, 1] > 0.25).all()  # its own answers, and what it said in their place
 
 
 def test_the_mean_of_many_samples_is_what_it_computes(answering_llama):
@@ -69,7 +69,7 @@ def test_the_mean_of_many_samples_is_what_it_computes(answering_llama):
     torch.manual_seed(0)
     exact_PGA, _ = answer_probabilities(reader, model, PROMPTS[:2], ACTIONS, 50, GUESSES[:2])
     texts = reader.completions(model, PROMPTS[:2], 400, GUESSES[:2])
-    for p, exact_A in enumerate(exact_PGA.mean(axis=1)):
+    for p, exact_A in enumerate(mean_answers(exact_PGA)):
         of_prompt = texts[p * 400 : (p + 1) * 400]
         for a, action in enumerate(ACTIONS):
             share = np.mean([f"<answer>{action}</answer>" in text for text in of_prompt])
@@ -96,3 +96,31 @@ def test_greedy_answers_are_one_hot_or_uniform():
     rows_PGA, valid = greedy_answers(reader, None, PROMPTS[:1], ACTIONS)
     assert rows_PGA[:, 0].tolist() == [[0, 0, 1, 0], [0.25] * 4]
     assert valid == 0.5
+
+
+OTHERWISE = {
+    # what a sample says behind its thought -> the greedy rule's row, which is added to the exact one
+    "another spelling": (f"{THOUGHT}Left</answer>", [1, 0, 0, 0]),
+    "cut before the end": (f"{THOUGHT}UP", [0.25] * 4),
+    "no action": (f"{THOUGHT}NORTH</answer>", [0.25] * 4),
+    "an action": (f"{THOUGHT}UP</answer>", [0, 0, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_what_is_not_scored_counts_as_it_is_read(case):
+    text, added_A = OTHERWISE[case]
+    model = random_policy("llama")
+    (exact_A,) = answer_probabilities(says("llama", [f"{THOUGHT}UP</answer>"]), model, PROMPTS[:1], ACTIONS, 1)[0][0]
+    (row_A,) = answer_probabilities(says("llama", [text]), model, PROMPTS[:1], ACTIONS, 1)[0][0]
+    assert (row_A - exact_A).tolist() == pytest.approx(added_A)
+
+
+def test_where_packing_goes_wrong_rows_are_scored_plainly(monkeypatch, capsys):
+    model, reader = random_policy("llama"), says("llama", [f"{THOUGHT}UP</answer>"])
+    expected, _ = answer_probabilities(reader, model, PROMPTS[:2], ACTIONS, 1)
+    mask = packing.attention_mask
+    monkeypatch.setattr(answers, "attention_mask", lambda *a: torch.ones_like(mask(*a)))  # all see all
+    found, _ = answer_probabilities(reader, model, PROMPTS[:2], ACTIONS, 1)
+    assert "scored row by row" in capsys.readouterr().out
+    np.testing.assert_allclose(found, expected, rtol=1e-3)

@@ -63,7 +63,9 @@ def test_each_run_is_read_as_it_was_trained(tmp_path, monkeypatch):
     spaced = "You are at row 0, column 0.\nA F G\nLEFT: edge, DOWN: edge, RIGHT: ice, UP: edge."
     assert seen == [("grid", "AFG", 64, *of_both), ("spaced", spaced, 9, *of_both)]
     (tmp_path / "two/run.json").write_text(json.dumps(shared | {"maps": ["SG"]}))
-    with pytest.raises(InputError, match=r"of runs with other maps; judge them one by one or give --map"):
+    with pytest.raises(
+        InputError, match=r"these runs were judged on different maps; judge them one by one or give --map"
+    ):
         main(["--policies", *runs, *arguments])
     assert main(["--policies", *runs, *arguments, "--map", "4x4"]) == 0
 
@@ -122,7 +124,7 @@ def test_command_with_another_task(tmp_path, capsys):
     arguments = ["--task", "taxi", "--policies", *policies, "--episodes", "5", "--output_dir", str(out)]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
-    assert printed.splitlines()[0] == "Taxi-v4"
+    assert "Taxi-v4" in printed.splitlines()
     assert "return in 200 steps" in printed
     content = json.loads((out / "evaluation.json").read_text())
     assert content["env_id"] == "Taxi-v4"
@@ -142,7 +144,9 @@ def test_a_run_of_another_task_is_judged_on_that(tmp_path, capsys):
     assert "CliffWalking-v1\n" in capsys.readouterr().out
     lake = build_tiny_model(tmp_path / "lake")
     (lake / "run.json").write_text(json.dumps({"maps": ["SG"], "is_slippery": False, "dtype": "float32"}))
-    with pytest.raises(InputError, match=r"of runs with other task; judge them one by one or give --task"):
+    with pytest.raises(
+        InputError, match=r"these runs were judged on different task; judge them one by one"
+    ):
         main(["--policies", str(folder), str(lake), *arguments])
 
 

@@ -15,7 +15,7 @@ from tiny_models import build_tiny_model
 import search_policy
 from llm_policy.errors import InputError, run_script
 from llm_policy.policy_search.answer_log import read_log
-from llm_policy.policy_search.judge import Judgement, Row, row_of, verdict_of
+from llm_policy.policy_search.judge import PolicyValue, Row, row_of, verdict_of
 from llm_policy.policy_search.proposers import KEY_VARIABLE
 from llm_policy.policy_search.search import Step
 from llm_policy.run_files import ROOT, only_process_in, resolved_config
@@ -285,7 +285,7 @@ def test_env_options_may_be_a_mapping(tmp_path):
     assert script.options == {"map_name": "8x8"}
 
 
-# Comparison ----------------------------------------------------------------------------------------------------
+# SearchComparison ----------------------------------------------------------------------------------------------------
 
 VERDICTS = [
     # (value, standard error) of the search and of the other, what is said
@@ -300,13 +300,13 @@ VERDICTS = [
 
 @pytest.mark.parametrize(("searched", "other", "words"), VERDICTS)
 def test_verdicts(searched, other, words):
-    rows = Row("ProPS", Judgement(*searched)), Row("random search", Judgement(*other))
+    rows = Row("ProPS", PolicyValue(*searched)), Row("random search", PolicyValue(*other))
     assert words in verdict_of(rows[0], rows[1:])
 
 
 def test_a_baseline_is_read_at_the_same_number_of_episodes():
     steps = [Step(i, [0.0], False, None, (i,), float(i), 4 * i) for i in range(1, 6)]
-    row = row_of("random search", steps, lambda parameters: Judgement(float(parameters[0])), episodes=12)
+    row = row_of("random search", steps, lambda parameters: PolicyValue(float(parameters[0])), episodes=12)
     assert (row.parameters, row.episodes, row.judgement.value) == ((3,), 12, 3.0)
     assert row_of("nothing", steps, None, episodes=3).judgement is None
 

@@ -89,7 +89,7 @@ def test_what_is_left_to_chance_is_printed_below_the_table(capsys):
     judge = judge_of()
     answers = {"policies": [EXPERT.tolist()], "format_validity": 1.0, "success_of_parts": [0.6, 0.7, 0.65, 0.62]}
     comparison = judge.compare({"trained, sampled": answers})
-    line = "trained, sampled: the answers are exact, the thoughts sampled; each quarter of them alone gives 0.6000 to "
+    line = "trained, sampled: exact answers behind sampled thoughts; a quarter of the thoughts gives 0.6000 to "
     assert f"{line}0.7000 within the limit." in comparison.text
     assert line in capsys.readouterr().out
 

@@ -244,7 +244,7 @@ def read_expert_csv(path: str | Path, kind: type[TableEnvironment] = FrozenLake,
         kind: class of the environments; `options` go to its `read_state`, as `is_slippery` does for a lake.
     """
     actions = kind.actions
-    columns, lines = _read_columns(path, required_columns(actions))
+    columns, lines = _read_columns(path, required_columns(actions), kind.env_id)
 
     def fail(row: int, column: str, problem: str) -> InputError:
         return InputError(f"{path}: line {lines[row]}, column {column}: {problem}")
@@ -301,7 +301,7 @@ def read_expert_csv(path: str | Path, kind: type[TableEnvironment] = FrozenLake,
     )
 
 
-def _read_columns(path: str | Path, required: Sequence[str]) -> tuple[dict[str, list[str]], list[int]]:
+def _read_columns(path: str | Path, required: Sequence[str], env_id: str) -> tuple[dict[str, list[str]], list[int]]:
     """The texts of the columns that matter, and the line on which each row begins, as an editor counts."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
@@ -322,7 +322,8 @@ def _read_columns(path: str | Path, required: Sequence[str]) -> tuple[dict[str, 
                 next_line = reader.line_num + 1
     except FileNotFoundError:
         raise InputError(
-            f"{path}: no such file; `python -m llm_policy.environments.expert_q --output {path}` makes one"
+            f"{path}: no such file; "
+            f"`python -m llm_policy.environments.expert_q --env_id {env_id} --output {path}` makes one"
         ) from None
     except IsADirectoryError:
         raise InputError(f"{path}: is a folder, expected a CSV file") from None
@@ -370,7 +371,7 @@ def _whole_number(text: str) -> int:
             return int(number)
     except (ValueError, OverflowError):
         pass
-    raise InputError(f"{text!r} is no state, expected the whole number row * columns + column")
+    raise InputError(f"{text!r} is no state, expected its whole number; the column may be left out")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -83,7 +83,7 @@ def leads_to_goal(grid: Grid, cell: Cell, without: Cell | None = None) -> bool:
 
 
 def read_grid(name_or_path: str | Path) -> Grid:
-    """A canonical grid by its name ("4x4", "8x8"), or a text file with one row a line."""
+    """A canonical grid by its name ("4x4", "8x8"), or a text file with one row per line."""
     if str(name_or_path) in CANONICAL_GRIDS:
         return CANONICAL_GRIDS[str(name_or_path)]
     try:

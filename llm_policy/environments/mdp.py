@@ -29,7 +29,7 @@ class MDP:
     """A finite Markov decision process in sparse form: the K possible successors of each state and action.
 
     next_states_SAK: int, the state after outcome k.
-    probabilities_SAK: float, the probability of outcome k *and that the episode goes on*. The mass missing to 1 ends
+    probabilities_SAK: float, the probability of outcome k *and that the episode continues*. The mass missing to 1 ends
         the episode: an outcome with `done=True` in Gymnasium's `P` has 0 here, and its reward counts in `rewards_SA`.
     rewards_SA: float, the expected reward of the step.
     start_S: float, the distribution of the first state.
@@ -45,7 +45,7 @@ class MDP:
 
     @property
     def transitions_SAS(self) -> np.ndarray:
-        """Dense probabilities of going on from s under a to s', shape ([M,] S, A, S); rows sum to at most 1."""
+        """Dense probabilities of continuing from s under a to s', shape ([M,] S, A, S); rows sum to at most 1."""
         states = self.rewards_SA.shape[-2]
         rows = np.arange(self.rewards_SA.size).reshape(self.rewards_SA.shape)[..., None]
         dense = np.bincount(

@@ -55,8 +55,8 @@ def policy_figure(panels: Sequence[Panel]) -> Figure:
     panel_height = side + LINE_INCHES * title_lines
     figure = Figure(figsize=(columns * panel_width, round(rows * panel_height + LEGEND_INCHES, 2)))
     for number, (title, panel, row) in enumerate(zip(titles, panels, drawings, strict=True)):
-        place, panels_below = (0, rows - 1 - number) if is_stacked else (number, 0)
-        middle = (place + 0.5) * panel_width
+        column, panels_below = (0, rows - 1 - number) if is_stacked else (number, 0)
+        middle = (column + 0.5) * panel_width
         bottom = LEGEND_INCHES + panels_below * panel_height
         left = middle - sum(_width(drawing, side) for drawing in row) / 2
         for drawing in row:

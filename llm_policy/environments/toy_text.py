@@ -14,6 +14,7 @@ from gymnasium.envs.toy_text.taxi import MAP as TAXI_MAP
 
 from llm_policy.environments import frozen_lake
 from llm_policy.environments.frozen_lake import Arrows, Cell, FrozenLake
+from llm_policy.environments.gym_env import DEFAULT_HORIZON_STEPS
 from llm_policy.environments.mdp import MDP, mdp_from_env
 from llm_policy.environments.table_environment import Drawing
 from llm_policy.errors import InputError
@@ -116,8 +117,8 @@ class CliffWalking(_ToyText):
     env_id: ClassVar[str] = "CliffWalking-v1"
     actions: ClassVar[tuple[str, ...]] = ("UP", "RIGHT", "DOWN", "LEFT")
     arrows: ClassVar[Arrows] = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}
-    horizon_steps: ClassVar[int] = 100  # Gymnasium has no limit; the published worst return, -100, is a hundred steps
-    state_form: ClassVar[str] = f"{'|'.join(grid)} with A in place of the S or of one point"
+    horizon_steps: ClassVar[int] = DEFAULT_HORIZON_STEPS
+    state_form: ClassVar[str] = f"{frozen_lake.grid_text(grid)} with A in place of the S or of one point"
 
     def cell(self, state: int) -> Cell:
         """Row and column, both from 0, the row from the top."""

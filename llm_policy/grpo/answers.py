@@ -4,7 +4,7 @@ A policy table from 8 or 16 sampled answers is a rough one, and its success is e
 .28 and .51 with 8 and 16 samples per state. The legal answers are few, so that their probabilities behind a thought can
 be computed. Only the thoughts are sampled then, and after a warm start they hardly differ.
 
-Axes: P prompts, G samples of each, A actions, N scored tokens.
+Axes: P prompts, G samples of each, A actions, N scored tokens, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,11 @@ from llm_policy.chat import Messages, Reader
 from llm_policy.completions import action_index, parse_completion
 from llm_policy.grpo.packing import attention_mask, behind_prefix, only_positions, pack_groups
 
-ANSWER_TAG = "<answer>"
+ANSWER_TAG, END_TAG = "<answer>", "</answer>"
 PROMPTS_PER_PASS = 16
+SAME = (
+    0.1  # mean |difference| of log-probabilities, packed against plain, that rounding explains; a wrong mask: over 0.3
+)
 
 
 def answer_probabilities(
@@ -33,24 +36,28 @@ def answer_probabilities(
     """Sample `samples` completions of each prompt, and behind the thought of each compute what it answers.
 
     Returns:
-        Probabilities (P, G, A) of the actions behind each sampled thought; rows sum to 1. What is no action, and a
-        completion without an answer, counts as uniformly random: an agent has to move somehow. And the share of sampled
-        completions that are well-formed and name an action.
+        Weights (P, G, A) of the actions, to be averaged over samples and then normalised (`mean_answers`): the exact
+        probabilities of the actions in the prompt's spelling behind each sampled thought, and, where a sample says
+        something else, what `greedy_answers` would make of it (another spelling is an action, too; what is none counts
+        as uniformly random, because an agent has to move somehow). Both together are an unbiased estimate.
+        And the share of sampled completions that are well-formed and name an action.
     """
     texts = reader.completions(model, prompts, samples, guesses)
-    # Thoughts of one prompt are mostly the same: each is scored once
     thoughts = [text[: text.index(ANSWER_TAG) + len(ANSWER_TAG)] if ANSWER_TAG in text else None for text in texts]
+    # Thoughts of one prompt are mostly the same: each is scored once
     asked = list(dict.fromkeys((i // samples, thought) for i, thought in enumerate(thoughts) if thought is not None))
+    pairs = [(prompts[p], thought) for p, thought in asked]
+    score = _packed_scores if _packing_is_right(model, reader, pairs[:1], actions) else _plain_scores
     known: dict[tuple[int, str], np.ndarray] = {}
     for first in tqdm(range(0, len(asked), PROMPTS_PER_PASS), "scoring answers", leave=False, disable=None):
-        batch = asked[first : first + PROMPTS_PER_PASS]
-        scores_NA = _score(model, reader, [(prompts[p], thought) for p, thought in batch], actions)
-        known.update(zip(batch, scores_NA, strict=True))
-    uniform_A = np.full(len(actions), 1.0 / len(actions))
+        passed = slice(first, first + PROMPTS_PER_PASS)
+        scores_NA = score(model, reader, pairs[passed], actions)
+        known.update(zip(asked[passed], np.exp(scores_NA), strict=True))
     rows = []
-    for i, thought in enumerate(thoughts):
+    for i, (text, thought) in enumerate(zip(texts, thoughts, strict=True)):
         row_A = np.zeros(len(actions)) if thought is None else known[i // samples, thought]
-        rows.append(row_A + (1.0 - row_A.sum()) * uniform_A)
+        is_scored = thought is not None and text[len(thought) :].startswith(tuple(f"{a}{END_TAG}" for a in actions))
+        rows.append(row_A if is_scored else row_A + _as_read(text, actions))
     return np.array(rows).reshape(len(prompts), samples, len(actions)), _valid_share(texts, actions)
 
 
@@ -63,11 +70,19 @@ def greedy_answers(
 ) -> tuple[np.ndarray, float]:
     """The greedy completion of each prompt, in the form of `answer_probabilities`: (P, 1, A), one-hot or uniform."""
     texts = reader.completions(model, prompts, 0, guesses)
-    rows = []
-    for text in texts:
-        action = action_index(parse_completion(text).answer, actions)
-        rows.append(np.full(len(actions), 1.0 / len(actions)) if action is None else np.eye(len(actions))[action])
-    return np.array(rows)[:, None], _valid_share(texts, actions)
+    return np.array([_as_read(text, actions) for text in texts])[:, None], _valid_share(texts, actions)
+
+
+def mean_answers(weights_PGA: np.ndarray) -> np.ndarray:
+    """Probabilities (P, A) from the weights of `answer_probabilities`; rows sum to 1."""
+    weights_PA = weights_PGA.mean(axis=1)
+    return weights_PA / weights_PA.sum(axis=1, keepdims=True)
+
+
+def _as_read(text: str, actions: Sequence[str]) -> np.ndarray:
+    """One-hot of the action that a completion names, uniform where it names none: (A,)."""
+    action = action_index(parse_completion(text).answer, actions)
+    return np.full(len(actions), 1.0 / len(actions)) if action is None else np.eye(len(actions))[action]
 
 
 def _valid_share(texts: Sequence[str], actions: Sequence[str]) -> float:
@@ -76,31 +91,38 @@ def _valid_share(texts: Sequence[str], actions: Sequence[str]) -> float:
     return sum(p.is_well_formed and action_index(p.answer, actions) is not None for p in parsed) / len(texts)
 
 
+# Scores --------------------------------------------------------------------------------------------------------
+
+
+def _packing_is_right(model: PreTrainedModel, reader: Reader, pairs: list, actions: Sequence[str]) -> bool:
+    """Whether the packed pass scores as plain rows do; architectures differ in what they make of a mask."""
+    if not pairs:
+        return True
+    difference = np.abs(_packed_scores(model, reader, pairs, actions) - _plain_scores(model, reader, pairs, actions))
+    if difference.mean() <= SAME:
+        return True
+    print(f"packed log-probabilities differ by {difference.mean():.3g}: answers are scored row by row, which is slower")
+    return False
+
+
 @torch.no_grad()
-def _score(
+def _packed_scores(
     model: PreTrainedModel, reader: Reader, pairs: Sequence[tuple[Messages, str]], actions: Sequence[str]
 ) -> np.ndarray:
-    """Probability of each action, with its closing tag, behind each (prompt, thought): (pairs, A), rows up to 1."""
-    tokenizer = reader.tokenizer
+    """Log-probability of each action with its closing tag behind each (prompt, thought): (pairs, A)."""
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
-
-    def encoded(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False)
-
-    prompts = [reader.prompt(messages) for messages, _ in pairs]
-    wholes = [[encoded(f"{thought}{action}</answer>") for action in actions] for _, thought in pairs]
+    prompts, wholes, givens = _encoded(reader, pairs, actions)
     packed = pack_groups(
         [prompt for prompt, whole in zip(prompts, wholes, strict=True) for _ in whole],
         [ids for whole in wholes for ids in whole],
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=reader.tokenizer.pad_token_id,
         device=next(plain.parameters()).device,
     )
-    backbone = plain.base_model
     was_training = plain.training
     plain.eval()
     try:
-        prefix = behind_prefix(backbone, packed.prefix_ids_K, len(packed.input_ids_PL))
-        with prefix, only_positions(backbone, packed.predictor_N):
+        prefix = behind_prefix(plain.base_model, packed.prefix_ids_K, len(packed.input_ids_PL))
+        with prefix, only_positions(plain.base_model, packed.predictor_N):
             logits_NV = plain(
                 input_ids=packed.input_ids_PL,
                 position_ids=packed.position_ids_PL,
@@ -109,13 +131,45 @@ def _score(
     finally:
         plain.train(was_training)
     scores_N = logits_NV.float().log_softmax(-1).gather(1, packed.labels_N[:, None])[:, 0]
-    completions, _ = packed.split(scores_N)
-    scores = iter(completions)
-    found = []
-    for (_, thought), whole in zip(pairs, wholes, strict=True):
-        given = encoded(thought)  # its own tokens are no part of the answer
-        found.append([next(scores)[_shared(given, ids) :].sum().exp().item() for ids in whole])
-    return np.array(found)
+    scores = iter(packed.split(scores_N)[0])
+    return np.array(
+        [
+            [next(scores)[_shared(given, ids) :].sum().item() for ids in whole]
+            for whole, given in zip(wholes, givens, strict=True)
+        ]
+    )
+
+
+@torch.no_grad()
+def _plain_scores(
+    model: PreTrainedModel, reader: Reader, pairs: Sequence[tuple[Messages, str]], actions: Sequence[str]
+) -> np.ndarray:
+    """The same from a row of its own for each action: no mask, nothing shared."""
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    rows = []
+    try:
+        for prompt, whole, given in zip(*_encoded(reader, pairs, actions), strict=True):
+            row = []
+            for ids in whole:
+                logits_V = model(torch.tensor([[*prompt, *ids]], device=device)).logits[0, len(prompt) - 1 : -1]
+                scores = logits_V.float().log_softmax(-1).gather(1, torch.tensor(ids, device=device)[:, None])
+                row.append(scores[_shared(given, ids) :].sum().item())
+            rows.append(row)
+    finally:
+        model.train(was_training)
+    return np.array(rows)
+
+
+def _encoded(reader: Reader, pairs: Sequence[tuple[Messages, str]], actions: Sequence[str]) -> tuple[list, list, list]:
+    """Token ids of each prompt, of each thought with each action, and of each thought alone."""
+
+    def encoded(text: str) -> list[int]:
+        return reader.tokenizer.encode(text, add_special_tokens=False)
+
+    wholes = [[encoded(f"{thought}{action}{END_TAG}") for action in actions] for _, thought in pairs]
+    return [reader.prompt(messages) for messages, _ in pairs], wholes, [encoded(thought) for _, thought in pairs]
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:

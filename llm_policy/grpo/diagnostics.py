@@ -117,7 +117,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         self.counted = {}  # the trainer has emptied its lists
 
     def _of_this_step(self, name: str) -> list[float]:
-        """What this step has added to the values of `name`: one a micro-batch; they are kept until they are logged."""
+        """What this step has added to the values of `name`: one per micro-batch, kept until they are logged."""
         values, counted = self.trainer._metrics["train"].get(name, []), self.counted.get(name, 0)
         self.counted[name] = len(values)
         return values[counted:]

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from llm_policy.errors import InputError
+from llm_policy.errors import InputError, writing
 
 
 class AnswerLog:
@@ -37,13 +37,8 @@ class AnswerLog:
     def append(self, record: dict) -> dict:
         self._remember(record)
         if self.path is not None:
-            try:
-                with self.path.open("a") as file:
-                    file.write(json.dumps(record) + "\n")
-            except OSError as error:
-                raise InputError(
-                    f"{self.path}: cannot be written ({error}); make room, and the same command resumes"
-                ) from error
+            with writing(self.path, "make room, and the same command resumes"), self.path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
         return record
 
     def _remember(self, record: dict) -> None:

@@ -26,7 +26,7 @@ PUBLISHED = {
 
 
 @dataclass(frozen=True)
-class Judgement:
+class PolicyValue:
     """What a policy is worth.
 
     Attributes:
@@ -41,15 +41,15 @@ class Judgement:
     value_without_limit: float | None = None
 
 
-class Judge:
+class SearchJudge:
     """Judges each policy once: exactly where the environment has a transition table, else by fresh episodes."""
 
     def __init__(self, problem: SearchProblem, episodes: int, seed: int) -> None:
         self.environment, self.space = problem.environment, problem.space
         self.problem, self.episodes, self.seed = problem, episodes, seed_of(seed, "judge")
-        self._known: dict[Parameters, Judgement] = {}
+        self._known: dict[Parameters, PolicyValue] = {}
 
-    def __call__(self, parameters: Parameters) -> Judgement:
+    def __call__(self, parameters: Parameters) -> PolicyValue:
         if parameters not in self._known:
             if self.environment.mdp is not None:
                 self._known[parameters] = self.of_table(self.space.policy_table(parameters))
@@ -57,13 +57,13 @@ class Judge:
                 self._known[parameters] = _sampled(self.problem.returns(parameters, self.episodes, self.seed))
         return self._known[parameters]
 
-    def of_table(self, policy_SA: np.ndarray) -> Judgement:
+    def of_table(self, policy_SA: np.ndarray) -> PolicyValue:
         mdp = self.environment.mdp
         assert mdp is not None
         limited = policy_return(mdp, policy_SA, horizon_steps=self.environment.horizon_steps)
-        return Judgement(float(limited), None, float(policy_return(mdp, policy_SA)))
+        return PolicyValue(float(limited), None, float(policy_return(mdp, policy_SA)))
 
-    def of_uniform_random(self) -> Judgement:
+    def of_uniform_random(self) -> PolicyValue:
         if self.environment.mdp is not None:
             return self.of_table(np.full(self.environment.mdp.rewards_SA.shape, 1.0 / self.space.outputs))
         actions = self.environment.env.action_space
@@ -71,11 +71,11 @@ class Judge:
         return _sampled(returns(self.environment.env, lambda _: actions.sample(), self.episodes, self.seed))
 
 
-def _sampled(totals: Sequence[float]) -> Judgement:
-    return Judgement(float(np.mean(totals)), float(np.std(totals, ddof=1) / len(totals) ** 0.5))
+def _sampled(totals: Sequence[float]) -> PolicyValue:
+    return PolicyValue(float(np.mean(totals)), float(np.std(totals, ddof=1) / len(totals) ** 0.5))
 
 
-# Comparison ------------------------------------------------------------------------------------------------------
+# Comparison ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ class Row:
     """
 
     policy: str
-    judgement: Judgement | None
+    judgement: PolicyValue | None
     parameters: Parameters | None = None
     search_mean: float | None = None
     episodes: int | None = None
 
     def as_dict(self) -> dict:
-        judged = self.judgement or Judgement(float("nan"))
+        judged = self.judgement or PolicyValue(float("nan"))
         unlimited = judged.value_without_limit
         return {
             "policy": self.policy,
@@ -110,7 +110,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class SearchComparison:
     """A search beside references and searches without a model.
 
     Attributes:
@@ -129,15 +129,17 @@ class Comparison:
         return [*self.references, *self.others, self.searched]
 
 
-def compare(searches: Mapping[str, Sequence[Step]], searched: str, judge: Judge) -> Comparison:
-    """Judge the search called `searched` beside all others of `searches` (name -> its steps)."""
+def compare(searches: Mapping[str, Sequence[Step]], searched: str, judge: SearchJudge) -> SearchComparison:
+    """SearchJudge the search called `searched` beside all others of `searches` (name -> its steps)."""
     row = row_of(searched, searches[searched], judge)
     spent = searches[searched][-1].episodes
     others = [row_of(name, steps, judge, spent) for name, steps in searches.items() if name != searched]
-    return Comparison(reference_rows(judge), others, row, {n: curve_of(steps, judge) for n, steps in searches.items()})
+    return SearchComparison(
+        reference_rows(judge), others, row, {n: curve_of(steps, judge) for n, steps in searches.items()}
+    )
 
 
-def row_of(name: str, steps: Sequence[Step], judge: Judge, episodes: int | None = None) -> Row:
+def row_of(name: str, steps: Sequence[Step], judge: SearchJudge, episodes: int | None = None) -> Row:
     """The best policy of a search, at its end or when it had spent `episodes` episodes."""
     spent = [step for step in steps if step.best is not None and (episodes is None or step.episodes <= episodes)]
     if not spent:
@@ -147,7 +149,7 @@ def row_of(name: str, steps: Sequence[Step], judge: Judge, episodes: int | None 
     return Row(name, judge(last.best), last.best, last.best_mean, last.episodes)
 
 
-def reference_rows(judge: Judge) -> list[Row]:
+def reference_rows(judge: SearchJudge) -> list[Row]:
     """The optimum where it can be computed, and the uniformly random policy."""
     rows = [Row("uniform random policy", judge.of_uniform_random())]
     if judge.environment.mdp is not None:
@@ -155,7 +157,7 @@ def reference_rows(judge: Judge) -> list[Row]:
     return rows
 
 
-def curve_of(steps: Sequence[Step], judge: Judge) -> tuple[list[int], list[float]]:
+def curve_of(steps: Sequence[Step], judge: SearchJudge) -> tuple[list[int], list[float]]:
     """Iterations from the end of the warm-up (0), and the value of the best policy after each."""
     known = [(step.iteration, step.best) for step in steps if step.iteration >= 0 and step.best is not None]
     return [iteration for iteration, _ in known], [judge(best).value for _, best in known]
