@@ -5,6 +5,8 @@
 
 A section stands between `<!-- NAME: written by report.py -->` and `<!-- end of NAME -->`, in any of these files.
 Only results/ and the dates of commits are read, and nothing is trained.
+
+Axes: S states, A actions.
 """
 
 from llm_policy.startup import announce
@@ -53,6 +55,7 @@ UNTRAINED, TRAINED, SAMPLED = "untrained, greedy", "trained, greedy", "trained, 
 # The summary's rows of training: what it is called there, and the score
 SUMMARY = {
     "canonical_slippery": ("GRPO, this repository", "success_probability"),
+    "natural_slippery": ("GRPO, objective natural", "success_probability"),
     "original_reproduced": ("the original, reproduced", "success_probability"),
     "canonical_deterministic": ("GRPO, this repository", "success_probability"),
     "random_maps_dry_ways_250": ("GRPO, this repository", "percent_of_optimal"),

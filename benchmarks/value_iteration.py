@@ -1,6 +1,8 @@
 """How many random lakes per second the batched value iteration solves, beside a loop over maps with the same function.
 
 python benchmarks/value_iteration.py --lakes 10000 --size 8    # 12 seconds on two CPU cores: 4,400 lakes/s, ratio 6
+
+Axes: M maps, S states, A actions.
 """
 
 import argparse

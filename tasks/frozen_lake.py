@@ -23,7 +23,7 @@ class Arguments(ExpertArguments):
         default="coordinates", metadata={"help": f"What the model sees: {', '.join(OBSERVATIONS)}."}
     )
     test_maps: int = field(default=0, metadata={"help": "Hold out so many of the CSV's maps to judge on."})
-    test_map_seed: int = field(default=1, metadata={"help": "Of the draw of test maps."})
+    test_map_seed: int = field(default=1, metadata={"help": "Seed of the draw of test maps."})
 
     def __post_init__(self) -> None:
         check_choices(self, {"observation": tuple(OBSERVATIONS)})

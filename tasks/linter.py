@@ -2,6 +2,8 @@
 
 `train_script.py --check only` runs it alone. An error makes learning impossible or its score untrue; a warning names
 what makes it slow.
+
+Axes: P states of the expert, S states, A actions, K outcomes of an action, N state-action pairs.
 """
 
 import re

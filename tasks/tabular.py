@@ -337,7 +337,8 @@ def read_expert(arguments: ExpertArguments, kind: type, **options) -> pd.DataFra
     """The expert's table, and a line that says what is in it."""
     expert = read_expert_csv(arguments.expert_csv, kind, **options)
     maps = expert["environment"].nunique()
-    print(f"{arguments.expert_csv}: {expert['count'].sum()} rows, {len(expert)} states, {maps} maps", flush=True)
+    rows, of_maps = expert["count"].sum(), f", {maps} map{'s' * (maps > 1)}"
+    print(f"{arguments.expert_csv}: {rows} rows, {len(expert)} states{of_maps}", flush=True)
     return expert
 
 

@@ -144,9 +144,7 @@ def test_a_run_of_another_task_is_judged_on_that(tmp_path, capsys):
     assert "CliffWalking-v1\n" in capsys.readouterr().out
     lake = build_tiny_model(tmp_path / "lake")
     (lake / "run.json").write_text(json.dumps({"maps": ["SG"], "is_slippery": False, "dtype": "float32"}))
-    with pytest.raises(
-        InputError, match=r"these runs were judged on different task; judge them one by one"
-    ):
+    with pytest.raises(InputError, match=r"these runs were judged on different task; judge them one by one"):
         main(["--policies", str(folder), str(lake), *arguments])
 
 

@@ -1,6 +1,8 @@
 """FrozenLake maps: the canonical ones, random ones, files; states as text and back; many lakes as one stacked MDP.
 
 A grid is a tuple of row strings over S (start), F (frozen), H (hole) and G (goal). A state is row * columns + column.
+
+Axes: M maps, S states, A actions, K outcomes of an action.
 """
 
 import re

@@ -2,6 +2,8 @@
 
 Both are Gymnasium's with its default dynamics, in which only Taxi's start is random. Taxi is version 4: Gymnasium no
 longer makes version 3, whose table is the same.
+
+Axes: S states, A actions, K outcomes of an action.
 """
 
 from dataclasses import dataclass, replace

@@ -46,10 +46,10 @@ class ScriptArguments:
     action_entropy_coef: float = field(
         default=0.0, metadata={"help": "natural, expected: weight of the entropy (nats)."}
     )
-    packed: bool = field(default=True, metadata={"help": "One row per prompt and group; false: TRL's pass."})
+    packed: bool = field(default=True, metadata={"help": "Train on one row per prompt; false: TRL's own pass."})
     merged_sampling: bool = field(
         default=True,
-        metadata={"help": "Decode with merged weights; false: no copy."},
+        metadata={"help": "Sample from a merged copy of the weights."},
     )
     warm_start: str = field(default="auto", metadata={"help": "Teach the form first: auto, always or never."})
     warm_start_steps: int = field(default=60, metadata={"help": "At most so many steps of it."})
@@ -59,7 +59,7 @@ class ScriptArguments:
     evaluate_steps: int = field(default=10, metadata={"help": "Judge every so many steps; 0: at the end only."})
     check: str = field(
         default="stop",
-        metadata={"help": "Data and prompts first: stop at an error, warn and continue, or check only."},
+        metadata={"help": "Check data and prompts: stop at an error, warn, or only."},
     )
     samples_per_state: int = field(default=8, metadata={"help": "Samples per prompt in the last table; 0: none."})
     stop_when: str = field(default="never", metadata={"help": f"End early: {', '.join(STOP_CONDITIONS)}."})

@@ -3,6 +3,8 @@
 A task gives prompts, and for each of them replies that differ in their answer alone. All replies to a prompt are in the
 batch together, so no label leaks: the best that the model can do is to write a well-formed reply and give all answers
 the same probability. GRPO then starts with readable answers and with variance in every group.
+
+Axes: N scored tokens.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""What the policies of a search are worth: exactly where there is a transition table, else by fresh episodes."""
+"""What the policies of a search are worth: exactly where there is a transition table, else by fresh episodes.
+
+Axes: S states, A actions.
+"""
 
 import math
 from collections.abc import Mapping, Sequence

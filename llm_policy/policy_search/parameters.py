@@ -2,6 +2,8 @@
 
 There are two kinds (arXiv 2511.21928). Discrete states have a table with one action per state. A vector observation s
 has W s + b: a discrete action is its largest component, a continuous one is clipped to its bounds.
+
+Axes: S states, A actions.
 """
 
 import re
