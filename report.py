@@ -47,6 +47,7 @@ TRAINING = (CANONICAL, ORIGINAL, ABLATIONS, MAPS)
 ABLATED = {"canonical_slippery": None, "original_reproduced": "configs/laptop_original.yaml"}
 DEFAULT_CONFIG = "configs/laptop.yaml"
 SAME_IN_ABLATIONS = ("--max_steps", "--stop_when", "--samples_per_state")
+FEW = 5  # so many seeds are listed one by one
 OBSERVATION, OBSERVED = "observation_", "random_maps_dry"  # results with another observation, and what they change
 
 # Rows of every evaluation.json, by the beginning of their names: which constant action is best stands behind it
@@ -225,15 +226,26 @@ def link_to(name: str, seeds: Sequence[dict]) -> str:
 
 
 def values(rows: Sequence[dict], key: str, decimals: int | None = None) -> str:
-    """The mean in bold, and each seed's value behind it."""
+    """The mean in bold, and what the seeds gave behind it."""
     found = [row[key] for row in rows]
     if decimals is None:
         decimals = 4 if max(map(abs, found)) < 10 else 1  # probabilities, or returns of long episodes
-    return f"**{np.mean(found):.{decimals}f}** ({', '.join(f'{value:.{decimals}f}' for value in found)})"
+    return f"**{np.mean(found):.{decimals}f}** ({listed([f'{value:.{decimals}f}' for value in found])})"
 
 
 def each(seeds: Iterable[dict], value) -> str:
-    return ", ".join(str(value(seed)) for seed in seeds)
+    return listed([str(value(seed)) for seed in seeds])
+
+
+def listed(texts: Sequence[str]) -> str:
+    """All of a few, else what they have in common or their range; every value is in the seeds' folders."""
+    if len(texts) <= FEW:
+        return ", ".join(texts)
+    if len(set(texts)) == 1:
+        return f"{texts[0]} in all {len(texts)}"
+    numbers = sorted((text for text in texts if text.replace(".", "").lstrip("-").isdigit()), key=float)
+    others = [text for text in dict.fromkeys(texts) if text not in numbers]
+    return ", ".join([f"{numbers[0]} to {numbers[-1]}" if numbers else "", *others]).strip(", ")
 
 
 def last_step(seed: dict) -> int:

@@ -424,3 +424,16 @@ def test_no_label_of_a_line_stands_on_another():
     axes = report.curves_figure({"ours": [([1.0, 2.0], [0.0, 90.0])]}, lines, "minutes", "percent").axes[0]
     heights = {text.get_text().strip(): text.get_position()[1] for text in axes.texts}
     assert heights == pytest.approx({"best constant action": 0.0, "uniform random": 6.0, "optimal": 100.0})
+
+
+LISTS = [
+    (["1", "2", "3"], "1, 2, 3"),
+    (["0.8235"] * 10, "0.8235 in all 10"),
+    (["20", "30", "25", "25", "30", "9"], "9 to 30"),
+    (["20", "never", "25", "25", "30", "25"], "20 to 30, never"),
+]
+
+
+@pytest.mark.parametrize(("texts", "expected"), LISTS)
+def test_a_few_seeds_are_listed_and_many_summed_up(texts, expected):
+    assert report.listed(texts) == expected
