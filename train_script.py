@@ -82,6 +82,9 @@ def read_options(argv: Sequence[str] | None) -> Options:
     argv = sys.argv[1:] if argv is None else list(argv)
     task = read_option(argv, "task", "frozen_lake")
     config = default_config(task)
+    asks_for_help = any(argument.startswith(("-h", "--help")) for argument in argv)
+    if config is None and not asks_for_help and not read_option(argv, "model_name_or_path", ""):
+        raise InputError(f"--task {task}: has no configs/{task}.yaml; name a configuration with --config")
     groups = (rules.ScriptArguments, task_module(task).Arguments, GRPOConfig, ModelConfig)
     chosen, note = number_format(argv, config)
     parsed, path = parse_arguments([*argv, *chosen], groups, description=__doc__, default_config=config)

@@ -100,6 +100,11 @@ def test_what_a_task_lacks_is_one_line(more, message, arithmetic, answering_llam
     assert not (tmp_path / "out").exists()
 
 
+def test_a_task_without_a_configuration_asks_for_one(arithmetic):
+    with pytest.raises(InputError, match=r"--task arithmetic: has no configs/arithmetic\.yaml; name a configuration"):
+        train_script.main([*arithmetic])
+
+
 def test_a_warm_start_needs_replies_to_teach(arithmetic, answering_llama, tmp_path, monkeypatch):
     make_task = arithmetic_task.make_task
 
