@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,12 @@ SETTINGS = {
 
 def run(arguments: list[str], log: Path, sabotage: Callable[[], None] = lambda: None) -> int:
     """`train_script.py` with `arguments` in a forked child in which `sabotage` was called; its exit code."""
+    # OpenMP's workers belong to the thread that began them and do not survive a fork: a new thread has none to wait for
+    with ThreadPoolExecutor(1) as new_thread:
+        return new_thread.submit(forked_run, arguments, log, sabotage).result()
+
+
+def forked_run(arguments: list[str], log: Path, sabotage: Callable[[], None]) -> int:
     child = os.fork()
     if child == 0:
         code = 70
