@@ -30,7 +30,7 @@ from trl import GRPOConfig, ModelConfig
 from llm_policy import adapters, run_files
 from llm_policy.chat import Reader, reply_token_ids
 from llm_policy.checkpoints import checkpoint_to_resume_from, supersede
-from llm_policy.command_line import parse_arguments, read_option
+from llm_policy.command_line import asks_for_help, parse_arguments, read_option
 from llm_policy.errors import EXIT_INPUT_ERROR, InputError, disk_errors, run_script
 from llm_policy.grpo import arguments as rules
 from llm_policy.grpo import lifecycle
@@ -82,8 +82,7 @@ def read_options(argv: Sequence[str] | None) -> Options:
     argv = sys.argv[1:] if argv is None else list(argv)
     task = read_option(argv, "task", "frozen_lake")
     config = default_config(task)
-    asks_for_help = any(argument.startswith(("-h", "--help")) for argument in argv)
-    if config is None and not asks_for_help and not read_option(argv, "model_name_or_path", ""):
+    if config is None and not asks_for_help(argv) and not read_option(argv, "model_name_or_path", ""):
         raise InputError(f"--task {task}: has no configs/{task}.yaml; name a configuration with --config")
     groups = (rules.ScriptArguments, task_module(task).Arguments, GRPOConfig, ModelConfig)
     chosen, note = number_format(argv, config)

@@ -19,6 +19,7 @@ from trl import TrlParser
 from llm_policy.errors import InputError
 from llm_policy.run_files import ROOT
 
+HELP, HELP_ALL = {"-h", "--help"}, {"--help_all", "--help-all"}
 FOREIGN_PACKAGES = ("trl", "transformers")  # their options are many: --help leaves them to --help_all
 EXIT_CODES = {
     0: "done",
@@ -75,7 +76,7 @@ def parse_arguments(
         own = [group for group in groups if group.__module__.partition(".")[0] not in FOREIGN_PACKAGES]
     for field in own_fields(own):
         assert field.metadata.get("help"), f"{field.name}: an option without a help text"
-    if {"-h", "--help"} & set(argv):
+    if HELP & set(argv):
         print(short_help(groups, own, description, default_config, exit_codes))
         raise SystemExit(0)
     # No --help of argparse: its usage alone would fill a screen. No abbreviations: a new option must not break them.
@@ -85,7 +86,7 @@ def parse_arguments(
         description=description.strip(), epilog=exit_codes_text(exit_codes), usage=usage, formatter_class=HelpFormatter,
         add_help=False, allow_abbrev=False,
     )  # fmt: skip
-    if {"--help_all", "--help-all"} & set(argv):
+    if HELP_ALL & set(argv):
         escape_percent_signs(parser, own)
         parser.print_help()
         raise SystemExit(0)
@@ -123,6 +124,10 @@ def take_config(argv: list[str], default_config: Path | None) -> tuple[list[str]
         if not config:
             raise InputError("--config: expected the path of a YAML file after it")
     return rest, config
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    return bool((HELP | HELP_ALL) & set(argv))
 
 
 def read_option(argv: Sequence[str] | None, name: str, default: str, default_config: Path | None = None) -> str:

@@ -14,7 +14,7 @@ import torch
 import yaml
 from torch.nn.functional import linear
 
-from llm_policy.command_line import read_option
+from llm_policy.command_line import asks_for_help, read_option
 from llm_policy.run_files import CONFIG_FILE
 
 FORMATS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -85,7 +85,7 @@ def number_format(argv: Sequence[str], default_config: Path | None) -> tuple[lis
 
     A run that is resumed keeps its format, because another one makes another adapter.
     """
-    if {"-h", "--help", "--help_all", "--help-all"} & set(argv):
+    if asks_for_help(argv):
         return [], ""
     given = partial(read_option, argv, default="", default_config=default_config)
     on_gpu = torch.cuda.is_available() and given("use_cpu").lower() != "true"

@@ -240,7 +240,6 @@ def table_task(
             zip(states, expert["q_values"], prompts, strict=True)
         )
     ]
-
     rows = drawn_rows(rows, training, arguments.balance_actions)
 
     def action_rewards(rows: list[dict], weights: Sequence[float]) -> np.ndarray:

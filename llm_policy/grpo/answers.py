@@ -20,9 +20,8 @@ from llm_policy.grpo.packing import attention_mask, behind_prefix, only_position
 
 ANSWER_TAG, END_TAG = "<answer>", "</answer>"
 PROMPTS_PER_PASS = 16
-SAME = (
-    0.1  # mean |difference| of log-probabilities, packed against plain, that rounding explains; a wrong mask: over 0.3
-)
+# Mean |difference| of log-probabilities, packed against plain, that rounding explains; a wrong mask gives over 0.3
+SAME = 0.1
 
 
 def answer_probabilities(
