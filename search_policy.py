@@ -1,15 +1,14 @@
-"""ProPS: a language model proposes policies in context, without weight changes; judged beside searches without a model.
+"""ProPS: a language model proposes policies in context, beside searches without a model. No training.
 
-    python search_policy.py                                                # embedded model, no GPU: 4 to 5 minutes
-    python search_policy.py --env_id CartPole-v1 --describe_environment true         # ProPS+
+    python search_policy.py                                               # embedded model: 4 to 5 minutes
+    python search_policy.py --env_id CartPole-v1 --describe_environment true                      # ProPS+
     python search_policy.py --proposer hill_climbing --iterations 400                # no model: 4 seconds
     python search_policy.py --proposer endpoint --base_url http://127.0.0.1:8000/v1 --model_name MODEL
-    python search_policy.py --config configs/props_frozen_lake.yaml                  # the paper's settings
-    python search_policy.py --proposer recorded --answers runs/OTHER/answers.jsonl   # again, without the model
+    python search_policy.py --config configs/props_frozen_lake.yaml                 # the paper's settings
+    python search_policy.py --proposer recorded --answers runs/OTHER/answers.jsonl     # without the model
 
-The same command resumes after a kill, because answers.jsonl holds every answer and return. A finished run is shown
-again. An endpoint's key comes only from OPENAI_API_KEY. The beginning of llm_policy/policy_search/search.py lists the
-departures from the paper.
+The same command resumes after a kill, or shows the result. An endpoint's key comes only from OPENAI_API_KEY.
+Departures from the paper: llm_policy/policy_search/search.py.
 """
 
 from llm_policy.startup import announce
@@ -30,6 +29,7 @@ from llm_policy.command_line import parse_arguments
 from llm_policy.environments.gym_env import GymEnvironment
 from llm_policy.errors import InputError, check_at_least, check_choices, run_script, writing
 from llm_policy.hardware import device_text
+from llm_policy.number_format import begun_with, faster_format
 from llm_policy.plots import curves_figure
 from llm_policy.policy_search.answer_log import AnswerLog, read_log
 from llm_policy.policy_search.judge import (
@@ -81,17 +81,17 @@ class ScriptArguments:
     env_id: str = field(default="FrozenLake-v1", metadata={"help": "A Gymnasium environment."})
     # A YAML file may hold a mapping; with None among the types, the parser takes text
     env_options: dict | str | None = field(
-        default="{}", metadata={"help": 'JSON for gymnasium.make: {"map_name": "8x8", "is_slippery": false}.'}
+        default="{}", metadata={"help": 'JSON for gymnasium.make: {"is_slippery": false}.'}
     )
     horizon_steps: int | None = field(
-        default=None, metadata={"help": "Step limit. Default: the environment's, or 100 where it has none."}
+        default=None, metadata={"help": "Step limit. Default: the environment's, else 100."}
     )
     description_file: str | None = field(
-        default=None, metadata={"help": "ProPS+: a text that describes an environment which has no description here."}
+        default=None, metadata={"help": "ProPS+: a text for an environment that has no description here."}
     )
     baselines: bool = field(default=True, metadata={"help": "Also random search and hill climbing, same budget."})
     judge_episodes: int = field(
-        default=100, metadata={"help": "Fresh episodes per judged policy, where none can be judged exactly."}
+        default=100, metadata={"help": "Fresh episodes per policy that cannot be judged exactly."}
     )
     output_dir: str | None = field(default=None, metadata={"help": "Default: runs/search/ENV_ID-PROPOSER."})
     resume: str = field(default="auto", metadata={"help": "auto: resume the run in the folder; never: refuse it."})
@@ -120,6 +120,8 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Arguments, str]:
     (script, proposing, settings), config = parse_arguments(argv, groups, description=__doc__)
     if script.output_dir is None:
         script.output_dir = f"runs/search/{script.env_id.replace('/', '-')}-{proposing.proposer}"
+    if proposing.proposer == "local" and proposing.dtype is None:
+        proposing.dtype = begun_with(Path(script.output_dir)) or faster_format(torch.cuda.is_available())[0]
     return (script, proposing, settings), config
 
 
@@ -231,7 +233,7 @@ def run_search(folder: Path, arguments: Arguments, config: str) -> None:
     optimum = told_optimum(environment, settings)
     description = description_of(environment, script, settings)
     if proposing.proposer == "local":
-        print(f"loading {proposing.model_name_or_path}", flush=True)
+        print(f"loading {proposing.model_name_or_path} in {proposing.dtype}", flush=True)
     proposer = make_proposer(problem, proposing, settings, optimum, description)
     method = "ProPS+" if settings.describe_environment else "ProPS"
     name = proposing.name(method)

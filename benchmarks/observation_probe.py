@@ -7,10 +7,11 @@ each names its own place, and raises the probability of the expert's best action
 the map estimates what a policy can do that does not read the map.
 """
 
-import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,6 +27,7 @@ import pandas as pd
 import torch
 from tqdm import tqdm
 
+from llm_policy.command_line import parse_arguments
 from llm_policy.environments.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
 from llm_policy.environments.frozen_lake import Grid, acting_states, lake_mdp
 from llm_policy.environments.mdp import optimal_actions, optimal_return, policy_return
@@ -94,11 +96,14 @@ def percent_of_optimal(
     return float(np.mean(percents))
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds of the network (default: 1 2 3)")
-    options = parser.parse_args(arguments)
+@dataclass
+class Arguments:
+    output: str = field(metadata={"help": "JSON file to write."})
+    seeds: list[int] = field(default_factory=lambda: [1, 2, 3], metadata={"help": "Seeds of the network."})
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    (options,), _ = parse_arguments(argv, (Arguments,), description=__doc__)
     found = {label: {} for label in READERS}
     runs = [(slip, label, seed) for slip in (False, True) for label in READERS for seed in options.seeds]
     tables = {}
@@ -114,7 +119,8 @@ def main(arguments: list[str] | None = None) -> None:
     for slip, label, seed in tqdm(runs, unit="network"):
         percent = percent_of_optimal(*tables[slip], slip, *READERS[label], seed)
         found[label].setdefault("slippery" if slip else "not slippery", []).append(percent)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
+    output = Path(options.output)
+    output.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "device": f"{torch.get_num_threads()} CPU threads",
         "processor": processor_name(),
@@ -122,7 +128,7 @@ def main(arguments: list[str] | None = None) -> None:
         "seeds": options.seeds,
         "percent_of_optimal": found,
     }
-    options.output.write_text(json.dumps(content, indent=1) + "\n")
+    output.write_text(json.dumps(content, indent=1) + "\n")
     for label, percents in found.items():
         print(label, ", ".join(f"{dynamics}: {np.mean(values):.1f} %" for dynamics, values in percents.items()))
 

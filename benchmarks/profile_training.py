@@ -8,12 +8,13 @@ listed by their own time. The floor is the floating-point operations of matrix p
 FlopCounterMode), divided by the rate that this machine reaches on one large bfloat16 product.
 """
 
-import argparse
 import json
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,11 +27,12 @@ announce(
 
 import torch
 from peft import LoraConfig, get_peft_model
-from step_time import LAKE, WORDS, Meter, build, is_answer, lessons, one_step
+from step_time import LAKE, WORDS, Meter, StepArguments, build, is_answer, lessons, one_step
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from llm_policy.chat import Reader
+from llm_policy.command_line import parse_arguments
 from llm_policy.errors import run_script
 from llm_policy.grpo.warm_start import teach_format
 from llm_policy.hardware import processor_name
@@ -59,15 +61,22 @@ def matrix_product_rate() -> float:
     return 2 * 2048**3 / min(seconds(lambda: torch.mm(a, b)) for _ in range(5))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=11)
-    parser.add_argument("--group", type=int, default=2)
-    parser.add_argument("--completion_tokens", type=int, default=32, help="at most")
-    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches per step")
-    parser.add_argument("--output", help="JSON file for the figures")
-    arguments = parser.parse_args()
-    arguments.gemma_2b, arguments.taught = False, True
+@dataclass
+class Arguments:
+    """The size of the step is that of configs/laptop.yaml."""
+
+    prompts: int = field(default=11, metadata={"help": "Prompts per step."})
+    group: int = field(default=2, metadata={"help": "Completions per prompt."})
+    completion_tokens: int = field(default=32, metadata={"help": "Of each completion, at most."})
+    accumulation: int = field(default=1, metadata={"help": "Micro-batches per step."})
+    output: str | None = field(default=None, metadata={"help": "JSON file for the figures."})
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    (arguments,), _ = parse_arguments(argv, (Arguments,), description=__doc__)
+    step_arguments = StepArguments(
+        arguments.prompts, arguments.group, arguments.completion_tokens, arguments.accumulation, taught=True
+    )
 
     phases = {}  # name -> (seconds once, times in a run)
     say("timing the imports of train_script.py and the loading of the model ...")
@@ -91,7 +100,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         say("teaching the answer format to the model whose steps are timed ...")
-        trainer = build("packed", arguments, folder)
+        trainer = build("packed", step_arguments, folder)
         meter = Meter(trainer)
         say("timing three training steps, after a warm-up step ...")
         one_step(trainer, meter)  # first use of every kernel

@@ -11,13 +11,15 @@ Without `--taught` the untrained model writes completions of one length that hav
 path is measured in a process of its own, because the allocator returns nothing to the other.
 """
 
-import argparse
 import json
 import resource
-import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -37,9 +39,10 @@ from transformers import AutoModelForCausalLM, GemmaConfig, PrinterCallback, set
 from trl import GRPOConfig
 
 from llm_policy.chat import Reader, fit_to_template, reply_token_ids
+from llm_policy.command_line import parse_arguments
 from llm_policy.completions import action_index
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
-from llm_policy.errors import run_script
+from llm_policy.errors import check_at_least, run_script
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.grpo.warm_start import Lesson, teach_format
 from llm_policy.hardware import processor_name
@@ -48,6 +51,30 @@ from tasks.frozen_lake import lake_words
 
 PATHS = {"stock TRL": False, "packed": True}
 LAKE, WORDS = FrozenLake(CANONICAL_GRIDS["4x4"]), lake_words("coordinates")
+
+
+@dataclass
+class StepArguments:
+    """Size of the step that is timed."""
+
+    prompts: int = field(default=11, metadata={"help": "Prompts per step."})
+    group: int = field(default=8, metadata={"help": "Completions per prompt."})
+    completion_tokens: int = field(default=24, metadata={"help": "Of each completion; with --taught at most."})
+    accumulation: int = field(default=2, metadata={"help": "Micro-batches per step."})
+    gemma_2b: bool = field(default=False, metadata={"help": "Gemma-2B's architecture, random weights."})
+    taught: bool = field(default=False, metadata={"help": "Teach the answer format first, then sample freely."})
+
+    def __post_init__(self) -> None:
+        check_at_least(self, {"prompts": 1, "group": 2, "completion_tokens": 1, "accumulation": 1})
+
+
+@dataclass
+class OutputArguments:
+    rounds: int = field(default=3, metadata={"help": "Timed steps of each path, after a warm-up step."})
+    output: str | None = field(default=None, metadata={"help": "JSON file for the figures."})
+
+    def __post_init__(self) -> None:
+        check_at_least(self, {"rounds": 1})
 
 
 class Meter:
@@ -102,7 +129,7 @@ def is_answer(text: str) -> bool:
     return action_index(text, LAKE.actions) is not None
 
 
-def build(path: str, arguments: argparse.Namespace, folder: str) -> PolicyTrainer:
+def build(path: str, arguments: StepArguments, folder: str) -> PolicyTrainer:
     """One trainer on its own copy of the model; `path` is a key of `PATHS`."""
     set_seed(0)
     tokenizer = load_tokenizer(EMBEDDED_MODEL)
@@ -173,44 +200,37 @@ def one_step(trainer: PolicyTrainer, meter: Meter) -> dict[str, float]:
     }
 
 
-def peak_memory_gb(path: str) -> float:
-    """Peak memory of a fresh process that takes one step on `path`."""
+def memory_of_one_step(path: str, arguments: StepArguments) -> float:
+    """Peak memory of this process, in GB, after one step on `path`; on a GPU that of the GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        build(path, arguments, folder).train()
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+
+
+def peak_memory_gb(path: str, arguments: StepArguments) -> float:
+    """`memory_of_one_step` of a fresh process."""
     print(f"measuring peak memory of {path} in a process of its own ...", flush=True)
-    command = [sys.executable, __file__, *sys.argv[1:], "--only", path]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return float(output.strip().splitlines()[-1])
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(memory_of_one_step, path, arguments).result()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompts", type=int, default=11)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--completion_tokens", type=int, default=24, help="with --taught: at most this many")
-    parser.add_argument("--accumulation", type=int, default=2, help="micro-batches per step")
-    parser.add_argument("--rounds", type=int, default=3, help="timed steps of each path, after a warm-up step")
-    parser.add_argument("--gemma_2b", action="store_true", help="Gemma-2B's architecture, random weights")
-    parser.add_argument("--taught", action="store_true", help="teach the answer format first, then sample freely")
-    parser.add_argument("--output", help="JSON file for the figures")
-    parser.add_argument("--only", choices=list(PATHS), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+def main(argv: Sequence[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else list(argv)
+    (arguments, others), _ = parse_arguments(argv, (StepArguments, OutputArguments), description=__doc__)
 
     with tempfile.TemporaryDirectory() as folder:
-        if arguments.only:
-            trainer = build(arguments.only, arguments, folder)
-            trainer.train()
-            peak = torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
-            print(peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6)
-            return
-        memory = {path: peak_memory_gb(path) for path in PATHS}
+        memory = {path: peak_memory_gb(path, arguments) for path in PATHS}
         trainers = {}
         for path in PATHS:
             print(f"building the trainer of {path} ...", flush=True)
             trainers[path] = build(path, arguments, folder)
         meters = {path: Meter(trainer) for path, trainer in trainers.items()}
         rounds: dict[str, list[dict[str, float]]] = {path: [] for path in PATHS}
-        for round_number in range(arguments.rounds + 1):
+        for round_number in range(others.rounds + 1):
             for path in PATHS:
-                name = f"round {round_number} of {arguments.rounds}" if round_number else "warm-up round, not counted"
+                name = f"round {round_number} of {others.rounds}" if round_number else "warm-up round, not counted"
                 print(f"{name}, {path}: ", end="", flush=True)
                 figures = one_step(trainers[path], meters[path])
                 print(f"{figures['seconds']:.1f} s", flush=True)
@@ -227,14 +247,14 @@ def main() -> None:
     ratios = [a["seconds"] / b["seconds"] for a, b in zip(rounds["stock TRL"], rounds["packed"], strict=True)]
     spread = f"from {min(ratios):.2f} to {max(ratios):.2f}"
     print(f"stock / packed, median of {len(ratios)} rounds: {np.median(ratios):.2f} ({spread})")
-    if arguments.output:
+    if others.output:
         on_gpu = torch.cuda.is_available()
         device = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} CPU threads"
-        content = {"command": sys.argv[1:], "device": device, "processor": processor_name(on_gpu),
+        content = {"command": argv, "device": device, "processor": processor_name(on_gpu),
                    "torch": torch.__version__, "rounds": rounds, "medians": medians, "peak_memory_gb": memory,
                    "ratio": float(np.median(ratios))}  # fmt: skip
-        Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(arguments.output).write_text(json.dumps(content, indent=1) + "\n")
+        Path(others.output).parent.mkdir(parents=True, exist_ok=True)
+        Path(others.output).write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
 """How many random lakes per second the batched value iteration solves, beside a loop over maps with the same function.
 
-python benchmarks/value_iteration.py --lakes 10000 --size 8    # 12 seconds on two CPU cores: 4,400 lakes/s, ratio 6
+    python benchmarks/value_iteration.py --lakes 10000 --size 8    # 12 seconds on two CPU cores: 4,400 lakes/s, ratio 6
 
 Axes: M maps, S states, A actions.
 """
 
-import argparse
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -17,22 +18,26 @@ announce(__name__, "NumPy. Then random lakes are solved, 12 seconds with the def
 
 import numpy as np
 
+from llm_policy.command_line import parse_arguments
 from llm_policy.environments.frozen_lake import lake_mdp, random_grids
 from llm_policy.environments.mdp import optimal_q
-from llm_policy.errors import InputError, run_script
+from llm_policy.errors import check_at_least, run_script
 
 LOOP_LAKES = 300
 BATCHED_REPEATS = 3
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lakes", type=int, default=10_000, help="random slippery lakes in one call (default: 10000)")
-    parser.add_argument("--size", type=int, default=8, help="cells per side (default: 8)")
-    options = parser.parse_args(arguments)
-    if options.lakes < 1:
-        raise InputError(f"--lakes {options.lakes}: expected a whole number >= 1")
+@dataclass
+class Arguments:
+    lakes: int = field(default=10_000, metadata={"help": "Random slippery lakes in one call."})
+    size: int = field(default=8, metadata={"help": "Cells per side."})
 
+    def __post_init__(self) -> None:
+        check_at_least(self, {"lakes": 1, "size": 2})
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    (options,), _ = parse_arguments(argv, (Arguments,), description=__doc__)
     print(f"drawing {options.lakes} lakes and solving them {BATCHED_REPEATS} times in one call ...", flush=True)
     grids = random_grids(options.lakes, options.size)
     lakes = lake_mdp(grids)

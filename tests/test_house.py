@@ -1,6 +1,9 @@
-"""The one rule of the house that import-linter cannot see, because the root's modules are no packages."""
+"""The rules of the house that import-linter cannot see: the root's modules are no packages; one command line."""
 
 import ast
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -10,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"train_script", "evaluate_policy", "search_policy", "report"}
 ROOMS = ("llm_policy", "tasks", "benchmarks", "results", "data")
 FILES = [*ROOT.glob("*.py"), *(file for room in ROOMS for file in (ROOT / room).rglob("*.py"))]
+CALLED = [path for path in FILES if 'if __name__ == "__main__":' in path.read_text()]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -33,3 +37,13 @@ def test_every_module_of_the_core_stands_in_its_contract():
     rooms = {f"llm_policy.{path.stem}" for path in (ROOT / "llm_policy").glob("*") if path.stem.strip("_")}
     rooms -= {"llm_policy.__init__", "llm_policy.__pycache__"}
     assert set(core["source_modules"]) == rooms - {"llm_policy.environments", "llm_policy.policy_search"}
+
+
+@pytest.mark.parametrize("script", CALLED, ids=lambda path: path.name)
+def test_help_fits_on_one_screen(script):
+    module = ".".join(script.relative_to(ROOT).with_suffix("").parts)
+    call = [sys.executable, *(["-m", module] if script.is_relative_to(ROOT / "llm_policy") else [script]), "--help"]
+    environment = os.environ | {"COLUMNS": "100"}
+    done = subprocess.run(call, capture_output=True, text=True, check=True, env=environment, cwd=ROOT)
+    assert len(done.stdout.splitlines()) <= 50
+    assert "--config FILE" in done.stdout

@@ -120,7 +120,7 @@ def test_an_error_is_one_line_and_help_stays_short():
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: --name '../x': expected a plain word of letters, digits, _ and -\n"
     with pytest.raises(
-        InputError, match=r"^unrecognized arguments: --beta; see --help, options of the script go behind --"
+        InputError, match=r"^unknown arguments: --beta 0\.1; see --help; options of the script go behind --"
     ):
         results_run.main(["--study", "ablations", "--name", "kl", "--beta", "0.1"])
     done = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True)

@@ -229,7 +229,7 @@ def test_silent_parts_are_announced(tiny_model, tmp_path, capsys):
     model = ["--proposer", "local", "--model_name_or_path", tiny_model, "--dtype", "float32", "--iterations", 2]
     assert main(small_run(tmp_path / "out", *model)) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == f"loading {tiny_model}"
+    assert lines[1] == f"loading {tiny_model} in float32"
     after_search = lines[lines.index(next(line for line in lines if line.startswith("iteration 2/2"))) + 1 :]
     assert after_search[:3] == [
         "random search, 2 iterations",

@@ -40,9 +40,11 @@ class ProposerSettings:
     proposer: str = field(default="local", metadata={"help": f"Who proposes: {', '.join(PROPOSERS)}."})
     model_name_or_path: str = field(
         default=str(EMBEDDED_MODEL.relative_to(ROOT)),
-        metadata={"help": "local: hub id, model folder, adapter folder or GGUF file."},
+        metadata={"help": "local: hub id, folder or GGUF file."},
     )
-    dtype: str = field(default="bfloat16", metadata={"help": f"local: weights, one of {', '.join(DTYPES)}."})
+    dtype: str | None = field(
+        default=None, metadata={"help": "local: bfloat16, float16 or float32. Default: the faster one."}
+    )
     answer_prefix: str = field(
         default=ANSWER_PREFIX, metadata={"help": "local: the beginning of each answer, given to the model."}
     )
@@ -54,7 +56,7 @@ class ProposerSettings:
     endpoint_retries: int = field(default=8, metadata={"help": "endpoint: further tries, with growing pauses."})
     endpoint_timeout_seconds: float = field(default=120.0, metadata={"help": "endpoint: longest wait for an answer."})
     context_tokens: int | None = field(
-        default=None, metadata={"help": "endpoint: the model's context; prompts are checked against it at the start."}
+        default=None, metadata={"help": "endpoint: the model's context, to check prompts against."}
     )
     answers: str | None = field(default=None, metadata={"help": "recorded: the answers.jsonl of an earlier run."})
     max_completion_tokens: int | None = field(
@@ -63,7 +65,7 @@ class ProposerSettings:
     temperature: float = field(default=1.0, metadata={"help": "Of the model's answers; 0 is greedy."})
 
     def __post_init__(self) -> None:
-        check_choices(self, {"proposer": PROPOSERS, "dtype": DTYPES})
+        check_choices(self, {"proposer": PROPOSERS} | ({"dtype": DTYPES} if self.dtype else {}))
         check_at_least(self, {"endpoint_retries": 0, "context_tokens": 1, "max_completion_tokens": 1})
         if self.proposer == "local" and self.constrained and not self.answer_prefix:
             raise InputError("--constrained true: needs an --answer_prefix")
@@ -119,6 +121,7 @@ def make_proposer(
         )
     limit = settings.max_completion_tokens or answer_tokens
     tokenizer = load_tokenizer(settings.model_name_or_path)
+    assert settings.dtype is not None  # the caller measures where none is named
     model: Any = load_model(settings.model_name_or_path, dtype=settings.dtype)
     proposer = LocalProposer(
         model,

@@ -46,7 +46,7 @@ class SearchSettings:
     history_best: int = field(default=5, metadata={"help": "best_and_recent: how many of the best."})
     history_recent: int = field(default=5, metadata={"help": "best_and_recent: how many of the latest."})
     pool_duplicates: bool = field(
-        default=True, metadata={"help": "Pool the episodes of repeated policies and show mean +- standard error."}
+        default=True, metadata={"help": "Pool repeated policies; show mean +- standard error."}
     )
     # A YAML file may hold a number; with None among the types, the parser takes text
     optimum_hint: float | str | None = field(
