@@ -42,7 +42,7 @@ from llm_policy.models import context_tokens, load_tokenizer
 from llm_policy.number_format import number_format
 from tasks import Judge, Task, task_module
 
-UNTRAINED_FILE = "untrained.json"
+UNTRAINED_FILE, ANSWERS_FILE = "untrained.json", "answers.json"
 
 
 @dataclass(frozen=True)
@@ -152,10 +152,10 @@ def train(options: Options) -> int:
 
     # The untrained model, for comparison
     stop.at_once = True
-    answers_of = {"untrained, greedy": untrained_answers(model, task.judge, output_dir / UNTRAINED_FILE)}
+    answers_of = {"untrained, greedy": kept_answers("untrained", model, task.judge, output_dir / UNTRAINED_FILE)}
     stop.at_once = False
 
-    # Warm start: the form of an answer
+    # Warm start: the form of an answer, and what it comes to alone
     reader = Reader(tokenizer, training.max_completion_length)
     model, warm_start = warm_started(
         model, lora, reader, task.lessons, task.is_answer, script, training.seed,
@@ -164,6 +164,9 @@ def train(options: Options) -> int:
     stop.leave_if_received(f"during the warm start: {lifecycle.RESUME} begins it again")
     if warm_start["steps"]:
         folders.append(output_dir / lifecycle.WARM_START_FOLDER)
+        stop.at_once = True
+        answers_of["warm start, greedy"] = kept_answers("warmed-up", model, task.judge, folders[-1] / ANSWERS_FILE)
+        stop.at_once = False
 
     # GRPO on a fresh adapter
     set_seed(training.seed)  # the same first adapter, whether the warm start was now or before a kill
@@ -235,11 +238,11 @@ def write_run_files(options: Options, judge: Judge, on_adapter: bool) -> None:
     )
 
 
-def untrained_answers(model: PreTrainedModel, judge: Judge, file: Path) -> dict:
-    """What the untrained model answers; kept in `file`, so that a resumed run shows the same row."""
+def kept_answers(which: str, model: PreTrainedModel, judge: Judge, file: Path) -> dict:
+    """What the model answers before GRPO; kept in `file`, so that a resumed run shows the same row."""
     answers = json.loads(file.read_text()) if file.exists() else None
     if not isinstance(answers, dict):  # an older version kept a list
-        print("judging the untrained model", flush=True)
+        print(f"judging the {which} model", flush=True)
         answers = judge.answers(model)
         run_files.write_whole(file, json.dumps(answers))
     return answers

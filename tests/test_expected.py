@@ -135,9 +135,9 @@ def test_advantages_are_zero_at_the_answer_alone():
 # The natural gradient ------------------------------------------------------------------------------------------
 
 
-def logit_gradient(logits_A, rewards_A, entropy_coef: float, is_natural: bool) -> torch.Tensor:
+def logit_gradient(logits_A, rewards_A, entropy_coef: float, form: str) -> torch.Tensor:
     """What gradient descent adds to the logits of a policy over the actions alone, in one step of size 1."""
-    objective = ExpectedObjective(tokenizer_of("llama"), ACTIONS, entropy_coef, is_natural)
+    objective = ExpectedObjective(tokenizer_of("llama"), ACTIONS, entropy_coef, form)
     logits_A = torch.tensor(logits_A, dtype=torch.float64, requires_grad=True)
     scores = [score[None] for score in logits_A.log_softmax(0)]
     loss, _ = objective.loss(scores, torch.tensor([rewards_A], dtype=torch.float64), [NamedAction(0, 4, 5, 0)])
@@ -150,8 +150,8 @@ REWARDS = [1.5, 1.0, 0.75, 0.5]
 @pytest.mark.parametrize("logits", [[0.0] * 4, [3.0, 0.0, -1.0, 0.5], [-8.0, 8.0, 0.0, 0.0]])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1, 1.0])
 def test_natural_is_the_plain_gradient_through_the_inverse_fisher_matrix(logits, entropy_coef):
-    plain = logit_gradient(logits, REWARDS, entropy_coef, is_natural=False)
-    natural = logit_gradient(logits, REWARDS, entropy_coef, is_natural=True)
+    plain = logit_gradient(logits, REWARDS, entropy_coef, form="expected")
+    natural = logit_gradient(logits, REWARDS, entropy_coef, form="natural")
     pi_A = torch.tensor(logits, dtype=torch.float64).softmax(0)
     fisher_AA = pi_A.diag() - torch.outer(pi_A, pi_A)
     through = torch.linalg.pinv(fisher_AA, rtol=1e-12) @ plain
@@ -161,31 +161,48 @@ def test_natural_is_the_plain_gradient_through_the_inverse_fisher_matrix(logits,
 def test_at_a_uniform_policy_both_are_the_same():
     uniform = [0.0] * 4
     torch.testing.assert_close(
-        logit_gradient(uniform, REWARDS, 0.1, is_natural=True), logit_gradient(uniform, REWARDS, 0.1, is_natural=False)
+        logit_gradient(uniform, REWARDS, 0.1, form="natural"), logit_gradient(uniform, REWARDS, 0.1, form="expected")
     )
 
 
 def test_an_action_that_is_nearly_gone_comes_back():
     """Its plain gradient has its probability as a factor, the natural one has not."""
     nearly_gone = [-9.0, 0.0, 0.0, 0.0]  # the best action, at 4e-5
-    plain = logit_gradient(nearly_gone, REWARDS, 0.0, is_natural=False)
-    natural = logit_gradient(nearly_gone, REWARDS, 0.0, is_natural=True)
+    plain = logit_gradient(nearly_gone, REWARDS, 0.0, form="expected")
+    natural = logit_gradient(nearly_gone, REWARDS, 0.0, form="natural")
     assert 0 < plain[0] < 1e-4
     assert natural[0] > 0.1
 
 
-@pytest.mark.parametrize("is_natural", [False, True])
-def test_both_rest_at_the_softmax_of_the_rewards(is_natural):
+@pytest.mark.parametrize("form", ["expected", "natural", "distillation"])
+def test_they_rest_at_the_softmax_of_the_rewards(form):
     at_rest = (torch.tensor(REWARDS, dtype=torch.float64) / 0.3).tolist()
-    assert logit_gradient(at_rest, REWARDS, 0.3, is_natural).abs().max() < 1e-12
+    assert logit_gradient(at_rest, REWARDS, 0.3, form).abs().max() < 1e-12
 
 
 def test_probability_that_leaks_comes_back():
-    objective = ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), 0.1, is_natural=True)
+    objective = ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), 0.1, form="natural")
     log_p = torch.tensor([0.3, 0.3], dtype=torch.float64).log().requires_grad_()  # 40 % are no action
     rewards_BA = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
     loss, _ = objective.loss(list(log_p[:, None]), rewards_BA, [NamedAction(0, 4, 5, 0)])
     assert (-torch.autograd.grad(loss, log_p)[0] > 0.4).all()
+
+
+# Supervision ---------------------------------------------------------------------------------------------------
+
+
+def test_cloning_rests_where_the_best_actions_share_all():
+    rewards = [1.5, 1.5 - 1e-8, 0.75, 0.5]
+    assert logit_gradient([0.0, 0.0, -40.0, -40.0], rewards, 0.1, "cloning").abs().max() < 1e-12
+    uniform_A = logit_gradient([0.0] * 4, rewards, 0.1, "cloning")
+    assert uniform_A.tolist() == pytest.approx([0.25, 0.25, -0.25, -0.25])
+    assert logit_gradient([0.0] * 4, REWARDS, 0.1, "cloning").tolist() == pytest.approx([0.75, -0.25, -0.25, -0.25])
+
+
+def test_distillation_by_hand():
+    target_A = (torch.tensor(REWARDS, dtype=torch.float64) / 0.5).softmax(0)
+    found_A = logit_gradient([0.0] * 4, REWARDS, 0.5, "distillation")
+    torch.testing.assert_close(found_A, target_A - 0.25)
 
 
 # The luck of the sampled action --------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def test_another_task_trains_and_is_judged(arithmetic, answering_llama, tmp_path
     assert all("rewards/sum_reward/mean" in line and "policy/accuracy" in line for line in lines)
     assert not any("success" in name or "optimal_states" in name for line in lines for name in line)
     result = (out / "result.txt").read_text()
-    for name in ("untrained, greedy", "trained, greedy", "trained, sampled"):
+    for name in ("untrained, greedy", "warm start, greedy", "trained, greedy", "trained, sampled"):
         assert f"{name}: " in result
     assert "sums are right (warm start 2 steps, GRPO 2)" in result.splitlines()[-1]
     assert "accuracy" in capsys.readouterr().out

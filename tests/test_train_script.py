@@ -178,7 +178,7 @@ def test_evaluation(finished_run):
     judged = {p["policy"]: p for p in json.loads((out / "evaluation.json").read_text())["policies"]}
     assert list(judged) == [
         "optimal", "uniform random", "best constant action (DOWN)",
-        "untrained, greedy", "trained, greedy", "trained, sampled",
+        "untrained, greedy", "warm start, greedy", "trained, greedy", "trained, sampled",
     ]  # fmt: skip
     assert judged["optimal"]["success_probability"] == pytest.approx(14 / 17, abs=1e-6)
     assert judged["trained, greedy"]["success_probability"] == pytest.approx(
@@ -191,6 +191,18 @@ def test_evaluation(finished_run):
     with Image.open(out / "policy.png") as picture:
         picture.load()
         assert picture.width > picture.height > 300
+
+
+@pytest.mark.parametrize("objective", ["cloning", "distillation"])
+def test_supervision_samples_nothing_while_training(objective, taught, tmp_path):
+    """All completions are the reply that the warm start teaches, so nothing is said of rewards."""
+    out = tmp_path / "out"
+    more = ("--objective", objective, "--action_entropy_coef", "0.1")
+    assert main(small_run(taught("llama"), out, *more)) == 0
+    lines = metrics_of(out)
+    assert [line["completions/clipped_ratio"] for line in lines] == [0.0, 0.0]
+    assert not any(name in line for line in lines for name in ("reward", "frac_reward_zero_std"))
+    assert all("action/expected_reward" in line and "policy/optimal_states" in line for line in lines)
 
 
 def test_a_finished_run_is_shown_again_and_not_trained(finished_run, capsys):
@@ -228,8 +240,9 @@ def test_evaluate_policy_reads_the_run(finished_run, capsys):
     arguments = ["--samples_per_state", "0", "--dtype", "float32", "--episodes", "10"]
     assert evaluate_policy.main(["--policies", str(out), *arguments, "--output_dir", str(out / "again")]) == 0
     again = json.loads((out / "again/evaluation.json").read_text())["policies"][-1]
-    first = json.loads((out / "evaluation.json").read_text())["policies"][4]
-    assert (again["policy"], first["policy"]) == (f"{out}, greedy", "trained, greedy")
+    judged = json.loads((out / "evaluation.json").read_text())["policies"]
+    (first,) = (policy for policy in judged if policy["policy"] == "trained, greedy")
+    assert again["policy"] == f"{out}, greedy"
     assert again["policy_SA"] == first["policy_SA"]
     capsys.readouterr()
 
@@ -527,7 +540,11 @@ BAD_INPUT = [
     (["--config", "{tmp}/bad_task.yaml"], "--task nonsense: expected one of frozen_lake, cliff_walking, taxi"),
     # Values
     (["--reward_shape", "softmax"], "--reward_shape 'softmax': expected one of minmax, gap, rank"),
-    (["--objective", "ppo"], "--objective 'ppo': expected one of natural, expected, grpo"),
+    (["--objective", "ppo"], "--objective 'ppo': expected one of natural, expected, cloning"),
+    (
+        ["--objective", "distillation", "--action_entropy_coef", "0"],
+        "--action_entropy_coef 0: distillation needs a number above 0",
+    ),
     (["--observation", "pixels"], "--observation 'pixels': expected one of grid, coordinates, neighbours"),
     (["--warm_start", "sometimes"], "--warm_start 'sometimes': expected one of auto, always, never"),
     (["--stop_when", "bored"], "--stop_when 'bored': expected one of optimal, collapsed, either, never"),

@@ -488,7 +488,7 @@ def expected_trainer(architecture, folder, action_entropy_coef=0.0, **options):
         "action_rewards": lambda rows: ACTION_REWARDS[[row["row"] for row in rows]],
         "action_entropy_coef": action_entropy_coef,
     }
-    options["trainer_options"] = {"objective": objective} | names_and_rewards
+    options["trainer_options"] = {"objective": objective, "guesses": options.pop("guesses", None)} | names_and_rewards
     trainer = trainer_of(PolicyTrainer, architecture, folder, **options)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1  # train() sets it; most tests ask for one loss alone
@@ -811,6 +811,48 @@ def test_a_completion_without_an_action_is_worse_than_any_that_names_one(scale_r
         assert advantages_G[:3].tolist() == pytest.approx([advantages_G[0].item()] * 3, abs=1e-4)
 
 
+# Supervision -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("objective", ["cloning", "distillation"])
+def test_supervision_teaches_the_best_action_and_the_taught_thought(objective, tmp_path, monkeypatch):
+    """Nothing is sampled; each prompt's own best action and its thought gain probability."""
+    monkeypatch.setattr("llm_policy.grpo.trainer.sample_completions", None)
+    trainer = expected_trainer("llama", tmp_path)
+    taught = [encoded(trainer, f"<think>at {row}</think><answer>{ACTIONS[0]}</answer>") for row in range(len(PROMPTS))]
+    trainer = expected_trainer(
+        "llama", tmp_path, 0.1, objective=objective, max_steps=30, learning_rate=0.01, optim="adamw_torch",
+        guesses=lambda rows: [taught[row["row"]] for row in rows],
+        completions=[[ids] * GROUP for ids in taught], rewards=ALL_UNANIMOUS,
+    )  # fmt: skip
+    del trainer._generate_single_turn  # the class's own
+    batch = batch_of(trainer, [0, 1, 2], taught, [1.0] * 3)
+
+    def thought_and_best() -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probability of the other tokens, and probability of each prompt's best action."""
+        named = trainer.expected.named_actions(batch["completion_ids"], batch["completion_mask"])
+        trainer._branches = trainer.expected.branches(named)
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+        with torch.no_grad():
+            log_p_BT, _, _ = trainer._get_per_token_logps_and_entropies(
+                trainer.model, ids, mask, batch["completion_ids"].size(1)
+            )
+        p_NA = torch.stack([b.sum() for b in trainer._branch_log_probabilities]).exp().view(3, -1)
+        trainer._branches = []
+        return log_p_BT.sum(1) - p_NA[:, 0].log(), p_NA[range(3), ACTION_REWARDS.argmax(1)]
+
+    thought_before, best_before = thought_and_best()
+    trainer.train()
+    thought_after, best_after = thought_and_best()
+    assert (thought_after > thought_before + 1).all()
+    assert (best_before < 0.1).all()
+    assert (best_after > 0.2).all()
+    logged = [log for log in trainer.state.log_history if "action/expected_reward" in log]
+    assert len(logged) == 30
+    assert not any(name.startswith(("reward", "frac_reward")) for log in logged for name in log)
+
+
 # What the expected objective cannot do without
 @pytest.mark.parametrize(
     "options",
@@ -819,6 +861,7 @@ def test_a_completion_without_an_action_is_worse_than_any_that_names_one(scale_r
         {"action_rewards": None, "objective": "natural"},
         {"packed": False, "action_rewards": len},
         {"packed": False, "action_rewards": len, "objective": "natural"},
+        {"action_rewards": len, "actions": ACTIONS, "objective": "cloning"},  # no replies
         {"objective": "reinforce"},
     ],
 )

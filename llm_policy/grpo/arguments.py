@@ -42,9 +42,9 @@ class ScriptArguments:
     """What neither TRL nor the task covers: the task's name, the objective, the warm start, the evaluations."""
 
     task: str = field(default="frozen_lake", metadata={"help": "What is trained: a name in tasks/__init__.py."})
-    objective: str = field(default="grpo", metadata={"help": f"{', '.join(OBJECTIVES)} (llm_policy/grpo/expected.py)."})
+    objective: str = field(default="grpo", metadata={"help": f"{', '.join(OBJECTIVES)} (grpo/expected.py)."})
     action_entropy_coef: float = field(
-        default=0.0, metadata={"help": "natural, expected: weight of the entropy (nats)."}
+        default=0.0, metadata={"help": "Weight of the entropy (nats); temperature of distillation."}
     )
     packed: bool = field(default=True, metadata={"help": "Train on one row per prompt; false: TRL's own pass."})
     merged_sampling: bool = field(
@@ -69,6 +69,8 @@ class ScriptArguments:
         check_choices(self, choices)
         if self.stop_when in ("optimal", "either") and self.evaluate_steps == 0:
             raise InputError(f"--stop_when {self.stop_when}: needs --evaluate_steps of at least 1 to see the optimum")
+        if self.objective == "distillation" and not self.action_entropy_coef > 0:
+            raise InputError(f"--action_entropy_coef {self.action_entropy_coef:g}: distillation needs a number above 0")
         if not 0 < self.warm_start_threshold <= 1:
             raise InputError(f"--warm_start_threshold {self.warm_start_threshold:g}: expected a share, above 0 up to 1")
         if not self.warm_start_learning_rate > 0:

@@ -1,10 +1,12 @@
-"""The objectives `expected` and `natural`: all legal actions count at the answer, in place of the sampled one.
+"""The objectives beside `grpo`: all legal actions count at the answer, in place of the sampled one.
 
 In each completion that names a legal action directly behind `<answer>`, in the prompt's spelling, the loss at the
 action's tokens is, with c = action_entropy_coef,
 
-    expected    - sum_a p(a) r(s, a) - c H(pi)
-    natural     - 1/|A| sum_a [g(a) - mean g] log pi(a) - log sum_A p,     g(a) = r(s, a) - c log pi(a), constant
+    expected       - sum_a p(a) r(s, a) - c H(pi)
+    natural        - 1/|A| sum_a [g(a) - mean g] log pi(a) - log sum_A p,     g(a) = r(s, a) - c log pi(a), constant
+    cloning        - mean over the best actions of log p(a)
+    distillation   - sum_a q(a) log p(a),                                     q = softmax(r(s, .) / c)
 
 Here r is the reward of a well-formed completion that answers a, p the model's own probability of the action's string
 after prompt and thought, A the legal actions, and pi = p / sum_A p. All other tokens keep the group advantage.
@@ -18,17 +20,21 @@ hardly comes back.
 such factor: dz(a) = g(a) - mean g. At a uniform pi, where the warm start leaves it, both gradients are the same; both
 end at pi = softmax(r / c). The second term brings probability back that leaks to answers which are no action.
 
-In both a readable action in a malformed completion counts like a well-formed one, because the other tokens teach the
-form. A group whose rewards agree has a gradient as long as one of its completions names an action. The KL term of
-`beta`, where there is one, stays sampled. The comparison with GRPO is one of sums over tokens (loss_type luspo): grpo
-and dapo divide a sampled term by the number of tokens, this one is divided by the number of completions only. It needs
-token-level ratios (importance_sampling_level): a ratio of the whole sequence would carry the sampled term back to the
-answer.
+`cloning` (behaviour cloning) and `distillation` are supervision, for comparison. Nothing is sampled: the reply that the
+warm start teaches stands in place of each completion, and its other tokens have advantage 1, so that the whole is plain
+fine-tuning on prompt, thought and label. `distillation` has the optimum of `expected` and `natural`.
+
+Under `expected` and `natural` a readable action in a malformed completion counts like a well-formed one, because the
+other tokens teach the form. A group whose rewards agree has a gradient as long as one of its completions names an
+action. The KL term of `beta`, where there is one, stays sampled. The comparison with GRPO is one of sums over tokens
+(loss_type luspo): grpo and dapo divide a sampled term by the number of tokens, this one is divided by the number of
+completions only. It needs token-level ratios (importance_sampling_level): a ratio of the whole sequence would carry the
+sampled term back to the answer.
 
 Axes: B completions of a batch, T tokens, N completions that name an action, A legal actions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +43,9 @@ from transformers import PreTrainedTokenizerBase
 from llm_policy.completions import parse_completion
 from llm_policy.errors import InputError
 from llm_policy.grpo.packing import Branch
+
+SUPERVISED = ("cloning", "distillation")
+TIED = 1e-6  # rewards that are no further apart are equal
 
 
 @dataclass(frozen=True)
@@ -55,18 +64,18 @@ class ExpectedObjective:
     Attributes:
         actions: what may stand in the answer, in the order of the rewards' columns.
         token_ids: of each action, one or several.
-        entropy_coef: weight of the entropy (nats) of pi.
-        is_natural: `natural` instead of `expected`.
+        entropy_coef: c, the weight of the entropy (nats) of pi.
+        form: a key of `TERMS`.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, actions: Sequence[str], entropy_coef: float, is_natural: bool = False
+        self, tokenizer: PreTrainedTokenizerBase, actions: Sequence[str], entropy_coef: float, form: str = "expected"
     ) -> None:
         self.tokenizer = tokenizer
         self.actions = list(actions)
         self.token_ids = action_token_ids(tokenizer, actions)
         self.entropy_coef = entropy_coef
-        self.is_natural = is_natural
+        self.form = form
 
     def named_actions(self, completion_ids_BT: torch.Tensor, completion_mask_BT: torch.Tensor) -> list[NamedAction]:
         """One entry for each completion that names a legal action in its usual tokens."""
@@ -99,18 +108,46 @@ class ExpectedObjective:
         expected_N = (probabilities_NA * rewards_NA).sum(1)
         log_policy_NA = log_probabilities_NA.log_softmax(dim=1)
         entropy_N = -(log_policy_NA.exp() * log_policy_NA).sum(1)
-        if self.is_natural:
-            gains_NA = (rewards_NA - self.entropy_coef * log_policy_NA).detach()
-            climb_N = ((gains_NA - gains_NA.mean(1, keepdim=True)) * log_policy_NA).mean(1)
-            total = (climb_N + log_probabilities_NA.logsumexp(1)).sum()
-        else:
-            total = expected_N.sum() + self.entropy_coef * entropy_N.sum()
+        total = TERMS[self.form](log_probabilities_NA, rewards_NA, self.entropy_coef).sum()
         sums = {
             "action/expected_reward": expected_N.sum().detach(),
             "action/entropy": entropy_N.sum().detach(),
             "action/legal_probability": probabilities_NA.sum().detach(),
         }
         return -total / len(rewards_BA), sums
+
+
+# The terms: log-probabilities of the actions' strings (N, A), rewards (N, A), c -> what is to be raised, (N,) ---------
+
+
+def expected_term(log_probabilities_NA: torch.Tensor, rewards_NA: torch.Tensor, c: float) -> torch.Tensor:
+    log_policy_NA = log_probabilities_NA.log_softmax(dim=1)
+    entropy_N = -(log_policy_NA.exp() * log_policy_NA).sum(1)
+    return (log_probabilities_NA.exp() * rewards_NA).sum(1) + c * entropy_N
+
+
+def natural_term(log_probabilities_NA: torch.Tensor, rewards_NA: torch.Tensor, c: float) -> torch.Tensor:
+    log_policy_NA = log_probabilities_NA.log_softmax(dim=1)
+    gains_NA = (rewards_NA - c * log_policy_NA).detach()
+    climb_N = ((gains_NA - gains_NA.mean(1, keepdim=True)) * log_policy_NA).mean(1)
+    return climb_N + log_probabilities_NA.logsumexp(1)
+
+
+def cloning_term(log_probabilities_NA: torch.Tensor, rewards_NA: torch.Tensor, c: float) -> torch.Tensor:
+    is_best_NA = rewards_NA >= rewards_NA.amax(1, keepdim=True) - TIED
+    return (log_probabilities_NA * is_best_NA).sum(1) / is_best_NA.sum(1)
+
+
+def distillation_term(log_probabilities_NA: torch.Tensor, rewards_NA: torch.Tensor, c: float) -> torch.Tensor:
+    return ((rewards_NA / c).softmax(1) * log_probabilities_NA).sum(1)
+
+
+TERMS: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
+    "natural": natural_term,
+    "expected": expected_term,
+    "cloning": cloning_term,
+    "distillation": distillation_term,
+}
 
 
 def luck_of_actions(

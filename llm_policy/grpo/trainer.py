@@ -17,11 +17,11 @@ from trl.trainer.utils import RepeatSampler, split_tensor_dict
 
 from llm_policy.checkpoints import written_whole
 from llm_policy.errors import InputError
-from llm_policy.grpo.expected import ExpectedObjective, luck_of_actions, without_answers
+from llm_policy.grpo.expected import SUPERVISED, TERMS, ExpectedObjective, luck_of_actions, without_answers
 from llm_policy.grpo.packing import Branch, pack_groups, packed_log_probabilities
 from llm_policy.sampling import sample_completions
 
-OBJECTIVES = ("natural", "expected", "grpo")
+OBJECTIVES = (*TERMS, "grpo")
 # Mean |difference| of log-probabilities, packed against stock, that rounding explains; a wrong mask gives over 0.3.
 PACKED_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 REWARD_ROUNDING = 1e-6  # TRL's rewards are float32: differences below this are none
@@ -54,10 +54,10 @@ class PolicyTrainer(GRPOTrainer):
        whose advantage is zero skip the pass, or what follows their answer, where nothing else in the loss needs them.
        Equal to stock up to rounding; `packed=False` takes TRL's pass.
     3. Groups stay together in a micro-batch (TRL shuffles single completions), which packing needs.
-    4. `objective="expected"` and `"natural"`: at the answer all legal actions count, weighted by the model's own
-       probabilities, in place of the sampled one (llm_policy/grpo/expected.py has the formulas). Under `natural` the
-       luck of the sampled action is taken out of the other tokens' advantage, too, where the thoughts of a group agree.
-       Needs the reward of every action (`action_rewards`).
+    4. Other objectives: at the answer all legal actions count in place of the sampled one (llm_policy/grpo/expected.py
+       has the formulas). Needs the reward of every action (`action_rewards`). Under `natural` the luck of the sampled
+       action is taken out of the other tokens' advantage, too, where the thoughts of a group agree. Under `cloning` and
+       `distillation` nothing is sampled: the guesses stand in place of the completions.
     5. The order of the rows depends on seed and epoch alone, so that a resumed run sees what it would have seen.
     6. Rewards are float64 until they are advantages: the mean of equal ones is then exact, and a unanimous group has no
        variance. In float32 rounding errors of 1e-7 make advantages of 1e-3, and unanimous groups count as varied.
@@ -85,7 +85,7 @@ class PolicyTrainer(GRPOTrainer):
         Args:
             actions: what may stand in the answer, in the order of `action_rewards`' columns.
             action_rewards: dataset rows -> (rows, actions) tensor: reward of a well-formed completion per action.
-            action_entropy_coef: weight of the entropy (nats) of pi in the expected objective.
+            action_entropy_coef: c in the formulas of llm_policy/grpo/expected.py.
             guesses: dataset rows -> token ids of a likely completion of each (llm_policy/sampling.py).
         """
         check_objective(objective, packed, args)
@@ -93,12 +93,14 @@ class PolicyTrainer(GRPOTrainer):
             raise InputError(
                 f"--objective {objective}: this task knows no reward for every legal answer; use --objective grpo"
             )
+        if objective in SUPERVISED and guesses is None:
+            raise InputError(f"--objective {objective}: this task has no replies to teach; use --objective grpo")
         super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
         self.packed = packed
         self.expected: ExpectedObjective | None = None
         if objective != "grpo":
-            is_natural = objective == "natural"
-            self.expected = ExpectedObjective(self._tokenizer, actions, action_entropy_coef, is_natural)
+            self.expected = ExpectedObjective(self._tokenizer, actions, action_entropy_coef, objective)
+        self.is_supervised = objective in SUPERVISED
         self.action_rewards = action_rewards
         self.guesses = guesses
         self._guessed_B: list[list[int]] | None = None  # for the rows that are being sampled
@@ -135,6 +137,8 @@ class PolicyTrainer(GRPOTrainer):
     # Sampling --------------------------------------------------------------------------------------------------
 
     def _generate_single_turn(self, prompt_ids, images, multimodal_fields, num_generations, **kwargs):
+        if self.is_supervised:
+            return self._guessed_B, None
         own_path = self.packed and not (self.use_vllm or self.use_transformers_continuous_batching or images)
         if not own_path:
             return super()._generate_single_turn(prompt_ids, images, multimodal_fields, num_generations, **kwargs)
@@ -171,12 +175,17 @@ class PolicyTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs):
         self._guessed_B = self.guesses and self.guesses(inputs)
         output = super()._generate_and_score_completions(inputs)
-        self._metrics["train" if self.model.training else "eval"]["frac_reward_zero_std"][-1] = self._unanimous_share
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["frac_reward_zero_std"][-1] = self._unanimous_share
         output["advantages"] = output["advantages"].float()
+        if self.is_supervised:  # what is taught stands here: no answers of the model's, so no rewards
+            output["advantages"] = torch.ones_like(output["advantages"])
+            for name in [name for name in metrics if name.startswith(("reward", "frac_reward"))]:
+                del metrics[name]
         if self.expected:
             rewards_BA = torch.as_tensor(self.action_rewards(inputs), device=output["advantages"].device)
             output["action_rewards"] = rewards_BA.float()
-            if self.expected.is_natural and self.multi_objective_aggregation == "sum_then_normalize":
+            if self.expected.form == "natural" and self.multi_objective_aggregation == "sum_then_normalize":
                 output["advantages"] = self._advantages_without_luck(output, rewards_BA)
         return output
 
