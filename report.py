@@ -36,13 +36,13 @@ from llm_policy.run_files import ROOT
 
 RESULTS = ROOT / "results"
 BEGIN, END = "<!-- {name}: written by report.py -->", "<!-- end of {name} -->"
-SECTIONS = ("summary", "results", "ablations", "maps", "observations", "probe", "search", "speed")
+SECTIONS = ("summary", "results", "ablations", "supervision", "maps", "observations", "probe", "search", "speed")
 
 # The studies: folders of results/. Those of training hold seeds that were trained on lakes.
-CANONICAL, ORIGINAL, ABLATIONS, MAPS, SEARCH, SPEED = (
-    "canonical", "original", "ablations", "maps_never_seen", "policy_search", "speed",
+CANONICAL, ORIGINAL, ABLATIONS, SUPERVISION, MAPS, SEARCH, SPEED = (
+    "canonical", "original", "ablations", "supervision", "maps_never_seen", "policy_search", "speed",
 )  # fmt: skip
-TRAINING = (CANONICAL, ORIGINAL, ABLATIONS, MAPS)
+TRAINING = (CANONICAL, ORIGINAL, ABLATIONS, SUPERVISION, MAPS)
 # What ablations start from: a result, and the configuration that their command names (None: the default)
 ABLATED = {"canonical_slippery": None, "original_reproduced": "configs/laptop_original.yaml"}
 DEFAULT_CONFIG = "configs/laptop.yaml"
@@ -52,21 +52,31 @@ OBSERVATION, OBSERVED = "observation_", "random_maps_dry"  # results with anothe
 
 # Rows of every evaluation.json, by the beginning of their names: which constant action is best stands behind it
 REFERENCES = ("optimal", "uniform random", "best constant action")
-UNTRAINED, TRAINED, SAMPLED = "untrained, greedy", "trained, greedy", "trained, sampled"
+UNTRAINED, WARM_START, TRAINED, SAMPLED = (
+    "untrained, greedy", "warm start, greedy", "trained, greedy", "trained, sampled",
+)  # fmt: skip
 # The summary's rows of training: what it is called there, and the score
 SUMMARY = {
-    "canonical_slippery": ("GRPO, this repository", "success_probability"),
-    "natural_slippery": ("GRPO, objective natural", "success_probability"),
+    "natural_slippery": ("GRPO, this repository", "success_probability"),
     "original_reproduced": ("the original, reproduced", "success_probability"),
-    "canonical_deterministic": ("GRPO, this repository", "success_probability"),
+    "cloning_slippery": ("supervision: cloning of the best action", "success_probability"),
+    "natural_deterministic": ("GRPO, this repository", "success_probability"),
     "random_maps_dry_ways_250": ("GRPO, this repository", "percent_of_optimal"),
     "random_maps_slippery_ways_250": ("GRPO, this repository", "percent_of_optimal"),
 }
-SUMMARY_LAKE, SUMMARY_SEARCH = "canonical_slippery", "props_frozen_lake"
+SUMMARY_LAKE, SUMMARY_SEARCH = "natural_slippery", "props_frozen_lake"
 CURVES = {  # the lines of the first picture
-    "canonical_slippery": "this repository",
+    "natural_slippery": "this repository",
     "ablation_from_original_learning_rate": "the original with this objective and learning rate",
     "original_reproduced": "the original, reproduced",
+}
+# Ways of teaching on the canonical slippery lake, reinforcement first: name of the result -> label
+WAYS_OF_TEACHING = {
+    "natural_slippery": "natural",
+    "canonical_slippery": "expected",
+    "ablation_objective_grpo_kl": "GRPO, eight completions, KL .3",
+    "cloning_slippery": "cloning",
+    "distillation_slippery": "distillation",
 }
 
 # Reading ----------------------------------------------------------------------------------------------------------
@@ -288,6 +298,10 @@ def _summary_row(name: str, seeds: Sequence[dict]) -> list[object]:
     else:
         where = f"{'slippery lake' if seeds[0]['is_slippery'] else 'lake without slip'}: success"
         scores, optimum = values(trained, score), f"{trained[0]['optimal_success']:.4f}"
+        if len(trained) > FEW:
+            at_optimum = sum(row["percent_of_optimal"] >= OPTIMAL_PERCENT for row in trained)
+            mean = np.mean([row[score] for row in trained])
+            scores = f"**{mean:.4f}** (the optimum in {at_optimum} of {len(trained)})"
     minutes = f"{np.mean([seed['minutes'] for seed in seeds]):.0f}"
     label = link(system, seeds[0]["study"], name)
     return [label, where, scores, optimum, len(seeds), minutes, made_by(seeds)]
@@ -370,6 +384,43 @@ def _baseline_rows(seed: dict) -> list[list[object]]:
     ]
 
 
+def supervision_section(results: Mapping[str, list[dict]]) -> str:
+    """The ways of teaching beside each other: what they reach, in how many steps and minutes."""
+    headers = (
+        "way of teaching", "seeds", "learning rate", "success, no step limit", "sampled, within the limit",
+        "optimal states", "optimum first reached at step", "steps", "minutes", "date, commit",
+    )  # fmt: skip
+    rows = []
+    for name, label in WAYS_OF_TEACHING.items():
+        if name not in results:
+            continue
+        seeds = results[name]
+        trained, states, _ = _greedy(seeds)
+        sampled = [seed["policies"][SAMPLED] for seed in seeds if SAMPLED in seed["policies"]]
+        rates = _options(seeds[0]["command"]).get("--learning_rate", ["5e-4"])
+        rows.append(
+            [
+                link(label, seeds[0]["study"], name),
+                len(seeds),
+                rates[0],
+                values(trained, "success_probability"),
+                values(sampled, "success_at_horizon") if sampled else "",
+                states,
+                each(seeds, lambda seed: _first_optimum(seed["metrics"])),
+                each(seeds, last_step),
+                each(seeds, lambda seed: f"{seed['minutes']:.1f}"),
+                made_by(seeds),
+            ]
+        )
+    seeds = results["cloning_slippery"]
+    warm = [seed["policies"][WARM_START] for seed in seeds]
+    row = dict.fromkeys(headers, "")
+    row["way of teaching"], row["seeds"], row["date, commit"] = "*the warm start alone*", len(seeds), made_by(seeds)
+    row["success, no step limit"] = values(warm, "success_probability")
+    row["optimal states"] = f"{each(warm, lambda r: format(r['optimal_states'], '.0f'))} of 11"
+    return markdown(headers, [*rows, list(row.values())])
+
+
 def ablations_section(results: Mapping[str, list[dict]]) -> str:
     """What one change does, from this repository's configuration and from the original's: one value per seed."""
     headers = [
@@ -382,9 +433,10 @@ def ablations_section(results: Mapping[str, list[dict]]) -> str:
     for config in configs:
         unchanged = [name for name, base in ABLATED.items() if base == config and name in results]
         labels = {f"*{name}, unchanged*": results[name] for name in unchanged}
+        shared = _options(results[unchanged[0]][0]["command"]) if unchanged else {}
         for name, seeds in ablations.items():
             if _config(seeds) == config:
-                labels[link(f"`{_change(seeds[0]['command'])}`", ABLATIONS, name)] = seeds
+                labels[link(f"`{_change(seeds[0]['command'], shared)}`", ABLATIONS, name)] = seeds
         for label, seeds in labels.items():
             trained, states, worst = _greedy(seeds)
             rows.append(
@@ -408,12 +460,28 @@ def _config(seeds: Sequence[dict]) -> str | None:
     return None if config == DEFAULT_CONFIG else config
 
 
-def _change(command: list[str]) -> str:
-    """What the command changes: its --expert, and the flags behind `--` but for those that all ablations share."""
-    expert = ["--expert", command[command.index("--expert") + 1]] if "--expert" in command else []
-    flags = command[command.index("--") + 1 :] if "--" in command else []
-    kept = [f for i, f in enumerate(flags) if f not in SAME_IN_ABLATIONS and flags[i - 1] not in SAME_IN_ABLATIONS]
-    return shlex.join([*expert, *kept])
+def _change(command: list[str], shared: Mapping[str, list[str]]) -> str:
+    """What the command changes: its --expert, and the options behind `--` but for those that all ablations share.
+
+    Args:
+        shared: the options of the unchanged command.
+    """
+    words = ["--expert", command[command.index("--expert") + 1]] if "--expert" in command else []
+    for name, given in _options(command).items():
+        if name not in SAME_IN_ABLATIONS and shared.get(name) != given:
+            words += [name, *given]
+    return shlex.join(words)
+
+
+def _options(command: list[str]) -> dict[str, list[str]]:
+    """The options behind `--`, each with its values."""
+    options: dict[str, list[str]] = {}
+    for word in command[command.index("--") + 1 :] if "--" in command else []:
+        if word.startswith("--"):
+            options[word] = []
+        else:
+            options[list(options)[-1]].append(word)
+    return options
 
 
 def _first_optimum(metrics: list[dict]) -> int | str:
@@ -560,7 +628,7 @@ def search_section(searches: Mapping[str, list[dict]], trained: Mapping[str, lis
             score = values([run["policies"][TRAINED] for run in runs], "success_at_horizon")
             minutes = each(runs, lambda run: f"{run['minutes']:.1f}")
             source = link_to(SUMMARY_LAKE, runs)
-            row = [env_id, "GRPO, objective expected", len(runs), score, "none: the expert's Q", minutes, source]
+            row = [env_id, "GRPO, this repository", len(runs), score, "none: the expert's Q", minutes, source]
             rows.append([*row, made_by(runs)])
         for policy, value in seeds[0]["published"].items():
             who = "GPT-4o, " if policy.startswith("ProPS") else ""
@@ -603,6 +671,7 @@ def all_sections(results: Mapping[str, list[dict]]) -> dict[str, str]:
         "summary": summary_section(results, searches) if on_one_lake else None,
         "results": results_section(on_one_lake) if on_one_lake else None,
         "ablations": ablations_section(results) if of_studies(results, ABLATIONS) else None,
+        "supervision": supervision_section(results) if "cloning_slippery" in results else None,
         "maps": maps_section(maps) if maps else None,
         "observations": maps_section(unchanged | observations) if observations else None,
         "search": search_section(searches, results) if searches else None,
@@ -690,6 +759,8 @@ def write_pictures(results: Mapping[str, list[dict]]) -> None:
     pictures = ROOT / "docs" / "pictures"
     on_one_lake = {label: results[name] for name, label in CURVES.items() if name in results}
     write_curves(on_one_lake, pictures / "learning_curves.png", "Success on the canonical slippery lake while training")
+    ways = {label: results[name] for name, label in WAYS_OF_TEACHING.items() if name in results}
+    write_curves(ways, pictures / "supervision.png", "Ways of teaching the canonical slippery lake")
     for is_slippery, name in ((False, "random_maps_dry"), (True, "random_maps_slippery")):
         on_maps = {
             name: seeds

@@ -178,7 +178,7 @@ def train(options: Options) -> int:
         trainer, lambda model: judge.judgement(judge.answers(model)), script.evaluate_steps, script.stop_when,
         reward_lines,
     )  # fmt: skip
-    metrics = MetricsFile(output_dir / run_files.METRICS_FILE, task.shown)
+    metrics = MetricsFile(output_dir / run_files.METRICS_FILE, task.shown, script.stop_when != "never")
     for callback in (diagnostics, stop, metrics):
         trainer.add_callback(callback)
     lifecycle.train_or_restore(trainer, diagnostics, metrics, resume)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from tiny_policies import ARCHITECTURE_NAMES, plain_scores, random_policy, token_ids
+from tiny_policies import ARCHITECTURE_NAMES, add_random_adapter, plain_scores, random_policy, token_ids
 from transformers import MistralConfig, MistralForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
@@ -219,3 +219,24 @@ def test_what_all_prompts_begin_with_is_computed_once():
     apart = pack_groups(prompts, [token_ids(10)] * 8, share_prefix=False)
     assert len(apart.prefix_ids_K) == 0
     assert apart.input_ids_PL.shape == (8, 119)
+
+
+def test_inputs_of_the_adapter_stay_in_bfloat16_under_autocast():
+    """PEFT would keep a float32 copy of each; elsewhere it still casts."""
+    model = add_random_adapter(random_policy("llama").bfloat16())
+    plain = model.get_base_model()
+    packed = pack_groups([LONG], ANSWERS[:1], [], pad_token_id=0, device=torch.device("cpu"))
+    seen = set()
+    for name, module in model.named_modules():
+        if name.endswith("lora_A.default"):
+            module.register_forward_pre_hook(lambda _, inputs: seen.add(inputs[0].dtype))
+    add_fused_lm_head(plain, 1.0, outputs=("log_probs", "entropy"))
+    with torch.autocast("cpu", torch.bfloat16):
+        log_p_N, _ = packed_log_probabilities(model, plain, packed)
+    assert seen == {torch.bfloat16}
+    log_p_N.sum().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+    seen.clear()
+    without_autocast, _ = packed_log_probabilities(model, plain, packed)
+    assert seen == {torch.float32}
+    torch.testing.assert_close(log_p_N, without_autocast, rtol=0.1, atol=0.3, check_dtype=False)

@@ -89,8 +89,9 @@ def test_results_section(results):
 
 
 def test_the_summary_sets_each_score_beside_its_optimum(results):
+    (results / "canonical/canonical_slippery").rename(results / "canonical/natural_slippery")
     for seed in (1, 2):
-        file = results / f"canonical/canonical_slippery/seed-{seed}/evaluation.json"
+        file = results / f"canonical/natural_slippery/seed-{seed}/evaluation.json"
         evaluation = json.loads(file.read_text())
         others = (policy("best constant action (DOWN)", 0.05, 2), policy("untrained, greedy", 0.01, 0))
         evaluation["policies"] += others
@@ -103,7 +104,7 @@ def test_the_summary_sets_each_score_beside_its_optimum(results):
     lake, within = "slippery lake: success", "slippery lake: success within 100 steps"
     assert [cells(line) for line in lines[2:]] == [
         [
-            "[GRPO, this repository](results/canonical/canonical_slippery)", lake, "**0.6000** (0.8000, 0.4000)",
+            "[GRPO, this repository](results/canonical/natural_slippery)", lake, "**0.6000** (0.8000, 0.4000)",
             "0.8235", "2", "4", WHEN,
         ],
         ["untrained model", lake, "0.0100", "0.8235", "exact", "", WHEN],
@@ -195,9 +196,12 @@ def test_ablations_section(results):
     for name, options in options_of.items():
         folder = results / f"ablations/ablation_{name}"
         folder.mkdir(parents=True)
-        flags = f"-- --max_steps 40 --{name} 1 --stop_when either --beta 2"
+        flags = f"-- --max_steps 40 --{name} 1 --stop_when either --beta 2 --objective expected"
         (folder / "command.txt").write_text(f"python results/run.py --name ablation_{name} {options}{flags}\n")
         write_seed(folder / "seed-1", 0.3)
+    # What the unchanged command says as well is no change
+    command = results / "canonical/canonical_slippery/command.txt"
+    command.write_text("python results/run.py --name canonical_slippery -- --objective expected --beta 3\n")
     metrics = results / "canonical/canonical_slippery/seed-1/metrics.jsonl"
     metrics.write_text(metrics.read_text() + json.dumps({"step": 5, "policy/percent_of_optimal": 100.0}) + "\n")
     assert report.ablations_section(report.training_results()).splitlines()[2:] == [
@@ -205,11 +209,42 @@ def test_ablations_section(results):
         f"| says 0.4 | {WHEN} |",
         "| [`--kl 1 --beta 2`](results/ablations/ablation_kl) | **0.3000** (0.3000) | 9 of 11 | never | 2 | 4 "
         f"| says 0.3 | {WHEN} |",
-        "| [`--prompt 1 --beta 2`](results/ablations/ablation_prompt) | **0.3000** (0.3000) | 9 of 11 | never | 2 | 4 "
-        f"| says 0.3 | {WHEN} |",
-        "| [`--mine 1 --beta 2`](results/ablations/ablation_mine) | **0.3000** (0.3000) | 9 of 11 | never | 2 | 4 "
-        f"| says 0.3 | {WHEN} |",
+        "| [`--prompt 1 --beta 2 --objective expected`](results/ablations/ablation_prompt) | **0.3000** (0.3000) "
+        f"| 9 of 11 | never | 2 | 4 | says 0.3 | {WHEN} |",
+        "| [`--mine 1 --beta 2 --objective expected`](results/ablations/ablation_mine) | **0.3000** (0.3000) "
+        f"| 9 of 11 | never | 2 | 4 | says 0.3 | {WHEN} |",
     ]
+
+
+def test_supervision_section(results):
+    folder = results / "supervision/cloning_slippery"
+    folder.mkdir(parents=True)
+    (folder / "command.txt").write_text("python results/run.py --name cloning_slippery -- --learning_rate 1e-3\n")
+    for seed in (1, 2):
+        write_seed(folder / f"seed-{seed}", 0.5)
+        file = folder / f"seed-{seed}/evaluation.json"
+        evaluation = json.loads(file.read_text())
+        evaluation["policies"].append(policy("warm start, greedy", seed / 100, seed))
+        file.write_text(json.dumps(evaluation))
+    rows = [cells(line) for line in report.all_sections(report.training_results())["supervision"].splitlines()[2:]]
+    assert rows == [
+        [
+            "[expected](results/canonical/canonical_slippery)", "2", "5e-4", "**0.6000** (0.8000, 0.4000)",
+            "**0.1500** (0.2000, 0.1000)", "9, 9 of 11", "never, never", "2, 2", "4.2, 4.2", WHEN,
+        ],
+        [
+            "[cloning](results/supervision/cloning_slippery)", "2", "1e-3", "**0.5000** (0.5000, 0.5000)",
+            "**0.1250** (0.1250, 0.1250)", "9, 9 of 11", "never, never", "2, 2", "4.2, 4.2", WHEN,
+        ],
+        ["*the warm start alone*", "2", "", "**0.0150** (0.0100, 0.0200)", "", "1, 2 of 11", "", "", "", WHEN],
+    ]  # fmt: skip
+
+
+def test_the_summary_counts_the_optimum_of_many_seeds(results):
+    for seed in range(1, 8):
+        write_seed(results / f"canonical/natural_slippery/seed-{seed}", 1.0 if seed < 7 else 0.3)
+    row = report.all_sections(report.training_results())["summary"].splitlines()[2]
+    assert "| **0.9000** (the optimum in 6 of 7) | 0.8235 | 7 |" in row
 
 
 def test_maps_section(results):
@@ -285,11 +320,12 @@ def test_probe_section(results):
 
 
 def test_search_section(results):
+    (results / "canonical/canonical_slippery").rename(results / "canonical/natural_slippery")
     write_search(results / "policy_search/props_frozen_lake")
     lines = report.all_sections(report.training_results())["search"].splitlines()
     assert "props_frozen_lake" not in report.training_results()
     assert [line.split("|")[2].strip() for line in lines[2:]] == [
-        "optimal", "random search", "hill climbing", "ProPS, model", "GRPO, objective expected", "*PPO, published*",
+        "optimal", "random search", "hill climbing", "ProPS, model", "GRPO, this repository", "*PPO, published*",
     ]  # fmt: skip
     assert "| 2 | **0.2000** (0.3000, 0.1000) | 400, 400 | 2.5, 2.5 |" in lines[5]
     assert "**0.3000** (0.4000, 0.2000)" in lines[6]  # within the limit, greedy
@@ -374,6 +410,7 @@ def test_a_section_without_a_place_and_a_place_without_a_section_are_named(resul
 
 
 def test_the_files_are_written_and_checked(results, capsys):
+    (results / "canonical/canonical_slippery").rename(results / "canonical/natural_slippery")
     readme, docs = results.parent / "README.md", results.parent / "docs/results.md"
     docs.parent.mkdir()
     readme.write_text(with_markers("summary"))
@@ -385,8 +422,8 @@ def test_the_files_are_written_and_checked(results, capsys):
     assert err == "results/my_study: no section shows this study\n"
     assert "old" in readme.read_text(), "a check changes nothing"
     assert report.main([]) == 0
-    assert "](results/canonical/canonical_slippery)" in readme.read_text()
-    assert "](../results/canonical/canonical_slippery)" in docs.read_text()
+    assert "](results/canonical/natural_slippery)" in readme.read_text()
+    assert "](../results/canonical/natural_slippery)" in docs.read_text()
     assert (docs.parent / "pictures/learning_curves.png").exists()
     assert report.main(["--check"]) == 0
 

@@ -163,10 +163,12 @@ class MetricsFile(TrainerCallback):
 
     Args:
         shown: the judgement's metrics in the short line: name in the log -> label.
+        may_end_early: the time that is left is then the most that it can take.
     """
 
-    def __init__(self, path: Path, shown: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: Path, shown: Mapping[str, str] | None = None, may_end_early: bool = False) -> None:
         self.path = path
+        self.at_most = "at most " if may_end_early else ""
         self.shown = {
             "reward": "reward",
             **(shown or {}),
@@ -208,5 +210,7 @@ class MetricsFile(TrainerCallback):
         shown = [f"{label} {logs[key]:.3g}" for key, label in self.shown.items() if logs.get(key) is not None]
         width = len(str(state.max_steps))
         print(
-            f"step {state.global_step:{width}}/{state.max_steps}  {'  '.join(shown)}  {left:.1f} min left", flush=True
+            f"step {state.global_step:{width}}/{state.max_steps}  {'  '.join(shown)}  "
+            f"{self.at_most}{left:.1f} min left",
+            flush=True,
         )
