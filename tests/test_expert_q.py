@@ -23,7 +23,7 @@ from llm_policy.environments.frozen_lake import (
     random_grids,
     state_text,
 )
-from llm_policy.environments.mdp import greedy_policy, optimal_q, policy_return
+from llm_policy.environments.mdp import greedy_policy, optimal_actions, optimal_q, policy_return
 from llm_policy.environments.toy_text import CliffWalking, Taxi
 from llm_policy.errors import InputError
 
@@ -49,6 +49,50 @@ def test_committed_file_is_regenerated_bit_for_bit(tmp_path):
     assert "11 of 11 states" in done.stdout
     assert "0.7402 (best possible 0.7442)" in done.stdout
     assert [file.name for file in tmp_path.iterdir()] == ["again.csv"]
+
+
+FLAWS = {
+    # flags: in how many of the 11 states the expert's action stays optimal
+    (): 11,
+    ("--wrong_states", "0.1"): 10,
+    ("--wrong_states", "1"): 1,  # where two actions tie, the second stays
+    ("--labels_only", "true"): 11,
+    ("--noise", "1e-9"): 11,
+}
+
+
+@pytest.mark.parametrize("flags", FLAWS, ids=" ".join)
+def test_flaws_of_the_expert(flags, tmp_path):
+    path = tmp_path / "expert.csv"
+    main(["--rows", "states", "--output", str(path), *flags])
+    table = read_expert_csv(path)
+    exact_SA = optimal_q(lake_mdp(GRID), gamma=0.99)
+    found_PA, exact_PA = np.array(table["q_values"].tolist()), exact_SA[table["state"]]
+    assert optimal_actions(exact_PA)[range(11), table["action"]].sum() == FLAWS[flags]
+    if "--labels_only" in flags:
+        assert (np.sort(found_PA) == [0, 0, 0, 1]).all()
+    elif "--wrong_states" in flags:  # the same values in another order
+        np.testing.assert_allclose(np.sort(found_PA), np.sort(exact_PA), atol=1e-9)
+
+
+def test_noise_on_the_experts_values(tmp_path):
+    """In units of the largest |Q|; another seed gives other noise."""
+    drawn = []
+    for seed in ("1", "2"):
+        path = tmp_path / f"{seed}.csv"
+        main(["--random_maps", "200", "--rows", "states", "--noise", "0.1", "--seed", seed, "--output", str(path)])
+        with warnings.catch_warnings(action="ignore"):
+            table = read_expert_csv(path)
+        lakes = {lake: optimal_q(lake.mdp, 0.99) for lake in set(table["environment"])}
+        places = zip(table["environment"], table["state"], strict=True)
+        exact_PA = [lakes[lake][state] / lakes[lake].max() for lake, state in places]
+        scale_P = [lakes[lake].max() for lake in table["environment"]]
+        noise_PA = np.array(table["q_values"].tolist()) / np.array(scale_P)[:, None] - exact_PA
+        drawn.append((noise_PA.mean(), noise_PA.std()))
+    for mean, std in drawn:
+        assert abs(mean) < 0.01
+        assert std == pytest.approx(0.1, rel=0.05)
+    assert drawn[0] != drawn[1]
 
 
 def test_committed_file_holds_the_exact_expert():
@@ -122,7 +166,16 @@ def test_existing_file_is_left_alone(tmp_path):
 
 @pytest.mark.parametrize(
     "flags",
-    [["--gamma", "1.5"], ["--batches", "0"], ["--seed", "-1"], ["--map", "9x9"], ["--horizon_steps", "0"]],
+    [
+        ["--gamma", "1.5"],
+        ["--batches", "0"],
+        ["--seed", "-1"],
+        ["--map", "9x9"],
+        ["--horizon_steps", "0"],
+        ["--noise", "-0.1"],
+        ["--noise", "nan"],
+        ["--wrong_states", "1.1"],
+    ],
 )
 def test_bad_options(tmp_path, flags):
     with pytest.raises(InputError) as error:

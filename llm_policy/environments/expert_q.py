@@ -4,6 +4,7 @@
     python -m llm_policy.environments.expert_q --map 8x8 --output runs/lake_8x8.csv
     python -m llm_policy.environments.expert_q --random_maps 2200 --rows states --output runs/lakes.csv
     python -m llm_policy.environments.expert_q --method q_learning --output runs/learned.csv    # learned, not computed
+    python -m llm_policy.environments.expert_q --wrong_states 0.1 --output runs/flawed.csv      # wrong in a tenth
     python -m llm_policy.environments.expert_q --env_id Taxi-v4 --rows states --output runs/taxi.csv
 
 Columns: state,state_str,action,action_text,q_value_<action>,reward,next_state,done,batch_idx. On the lake `state_str`
@@ -67,7 +68,17 @@ class ExpertOptions:
         default=None, metadata={"help": "Step limit of an episode. Default: the environment's (lake 4x4: 100)."}
     )
     q_learning_steps: int = field(default=500_000, metadata={"help": "Steps of each learner."})
-    seed: int = field(default=0, metadata={"help": "Of the slips, the learners and the random maps."})
+    noise: float = field(
+        default=0.0, metadata={"help": "Standard deviation of noise on Q-values, in units of the largest |Q|."}
+    )
+    wrong_states: float = field(
+        default=0.0, metadata={"help": "Share of states in which the best and the worst Q-value change places."}
+    )
+    labels_only: bool = field(
+        default=False,
+        metadata={"help": "1 for the best action, 0 for the others, as if only labels were known."},
+    )
+    seed: int = field(default=0, metadata={"help": "Of slips, learners, random maps and flaws."})
     output: str = field(default="expert_demos_batched_avg_q.csv", metadata={"help": "The CSV to write."})
     overwrite: bool = field(default=False, metadata={"help": "Replace --output if it is there."})
 
@@ -80,8 +91,11 @@ class ExpertOptions:
         check_choices(self, choices)
         least = dict.fromkeys(("batches", "episodes_per_batch", "horizon_steps", "q_learning_steps"), 1)
         check_at_least(self, least | {"seed": 0, "random_maps": 0})
-        if not 0 <= self.gamma <= 1:
-            raise InputError(f"--gamma {self.gamma}: expected a number from 0 to 1")
+        for name in ("gamma", "wrong_states"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"--{name} {getattr(self, name)}: expected a number from 0 to 1")
+        if not 0 <= self.noise < float("inf"):
+            raise InputError(f"--noise {self.noise}: expected a number of at least 0")
 
 
 def q_columns(actions: Sequence[str]) -> tuple[str, ...]:
@@ -148,6 +162,22 @@ def expert_q(environment: TableEnvironment, options: ExpertOptions, progress: bo
     return learn_q(environment, options.gamma, *learners, progress).mean(axis=0)
 
 
+def flawed_q(environment: TableEnvironment, q_SA: np.ndarray, options: ExpertOptions, random) -> np.ndarray:
+    """The Q-values of an expert with the flaws that the options ask for; `q_SA` itself where they ask for none.
+
+    Args:
+        random: NumPy's generator; one for all maps.
+    """
+    q_SA, states = q_SA.copy(), np.array(environment.acting_states)
+    if options.noise:
+        q_SA[states] += options.noise * np.abs(q_SA).max() * random.standard_normal(q_SA[states].shape)
+    is_wrong_P = random.permutation(len(states)) < round(options.wrong_states * len(states))
+    for state in states[is_wrong_P]:
+        best, worst = q_SA[state].argmax(), q_SA[state].argmin()
+        q_SA[state, [best, worst]] = q_SA[state, [worst, best]]
+    return greedy_policy(q_SA) if options.labels_only else q_SA
+
+
 def expert_rows(
     environment: TableEnvironment, q_SA: np.ndarray, options: ExpertOptions, progress: bool = False
 ) -> Iterator[tuple]:
@@ -193,8 +223,9 @@ def write_expert_csv(options: ExpertOptions, progress: bool = False) -> Path:
     progress_here = progress and len(environments) == 1
     rows: list[tuple] = []
     successes, ceilings = [], []
+    random = np.random.default_rng(options.seed)
     for environment in tqdm(environments, desc="maps", disable=not progress or progress_here):
-        q_SA = expert_q(environment, options, progress_here)
+        q_SA = flawed_q(environment, expert_q(environment, options, progress_here), options, random)
         rows.extend(expert_rows(environment, q_SA, options, progress_here))
         horizon = options.horizon_steps or environment.horizon_steps
         successes.append(float(policy_return(environment.mdp, greedy_policy(q_SA), horizon_steps=horizon)))
