@@ -124,3 +124,14 @@ def test_where_packing_goes_wrong_rows_are_scored_plainly(monkeypatch, capsys):
     found, _ = answer_probabilities(reader, model, PROMPTS[:2], ACTIONS, 1)
     assert "scored row by row" in capsys.readouterr().out
     np.testing.assert_allclose(found, expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("action", "is_right"), [(0, False), (1, True)])
+def test_a_likely_action_weighs_more_where_packing_is_checked(action, is_right, monkeypatch):
+    """UP at 1e-9 may be wrong by a nat: that is what bfloat16 makes of it. LEFT at nearly 1 may not."""
+    plain_NA = np.log(np.array([[0.97, 1e-9, 0.01, 0.01]]))
+    packed_NA = plain_NA.copy()
+    packed_NA[0, action] -= 1.0
+    monkeypatch.setattr(answers, "_plain_scores", lambda *_: plain_NA)
+    monkeypatch.setattr(answers, "_packed_scores", lambda *_: packed_NA)
+    assert answers._packing_is_right(None, None, [("prompt", "thought")], ACTIONS) is is_right

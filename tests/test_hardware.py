@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -34,3 +35,15 @@ def test_gpu_name_is_pytorchs(monkeypatch):
 def test_no_pytorch_without_a_gpu():
     code = "import sys; from llm_policy import hardware; hardware.processor_name(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(("platform", "expected"), [("linux", [0]), ("darwin", [])])
+def test_memory_is_given_back_where_the_c_library_can(platform, expected, monkeypatch):
+    calls = []
+    library = types.SimpleNamespace(malloc_trim=calls.append)
+    monkeypatch.setattr(hardware.ctypes, "CDLL", lambda name: library)
+    monkeypatch.setattr(hardware.sys, "platform", platform)
+    hardware.give_memory_back()
+    del library.malloc_trim  # musl
+    hardware.give_memory_back()
+    assert calls == expected

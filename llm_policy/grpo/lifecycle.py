@@ -13,6 +13,7 @@ from llm_policy.adapters import joined, loading_options
 from llm_policy.checkpoints import COMPLETE_MARK
 from llm_policy.grpo.diagnostics import MetricsFile, PolicyDiagnostics
 from llm_policy.grpo.trainer import PolicyTrainer
+from llm_policy.hardware import give_memory_back
 from llm_policy.models import load_model
 from llm_policy.run_files import EXIT_INTERRUPTED
 
@@ -104,6 +105,7 @@ def saved_policy(trainer: PolicyTrainer, folders: Sequence[Path], model_config: 
     trained = trainer.accelerator.unwrap_model(trainer.model)
     trained.save_pretrained(output_dir / GRPO_FOLDER, selected_adapters=["default"])
     trainer.forget_merged_weights()  # a GPU has to hold the model once more, to be judged
+    give_memory_back()
     lora = trained.peft_config["default"]
     base = load_model(lora.base_model_name_or_path, revision=lora.revision or "main", **loading)  # no warm start in it
     joined(base, [*folders, output_dir / GRPO_FOLDER]).save_pretrained(output_dir)

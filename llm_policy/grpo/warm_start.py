@@ -23,6 +23,7 @@ from llm_policy.completions import parse_completion
 from llm_policy.errors import InputError
 from llm_policy.grpo.arguments import ScriptArguments
 from llm_policy.grpo.packing import pack_groups, packed_log_probabilities
+from llm_policy.hardware import give_memory_back
 from llm_policy.run_files import write_whole
 
 Lesson = tuple[Messages, Sequence[str]]
@@ -153,6 +154,7 @@ def teach_format(
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
+            give_memory_back()
             report.update(steps=step, loss=loss)
             progress.update()
             progress.set_postfix(loss=f"{loss:.3f}", well_formed=f"{report['format_validity']:.0%}")
