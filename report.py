@@ -67,7 +67,7 @@ SUMMARY = {
 SUMMARY_LAKE, SUMMARY_SEARCH = "natural_slippery", "props_frozen_lake"
 CURVES = {  # the lines of the first picture
     "natural_slippery": "this repository",
-    "ablation_from_original_learning_rate": "the original with this objective and learning rate",
+    "ablation_from_original_learning_rate": "the original with objective expected and our learning rate",
     "original_reproduced": "the original, reproduced",
 }
 # Ways of teaching on the canonical slippery lake, reinforcement first: name of the result -> label
@@ -731,9 +731,9 @@ def with_sections(texts: Mapping[Path, str], sections: Mapping[str, str]) -> dic
 
 def write_curves(
     results: Mapping[str, list[dict]], file: Path, title: str, quantity: str = "success_probability",
-    y_label: str = "exact success probability, no step limit",
+    y_label: str = "exact success probability, no step limit", by_steps: bool = False,
 ) -> None:  # fmt: skip
-    """A picture of the greedy policy against minutes of GRPO, one line per seed; none where there are no results.
+    """A picture of the greedy policy against minutes of GRPO or steps, a line per seed; none where there are no results.
 
     `results` by their label in the picture. Horizontal lines are those references that are the same for all of them,
     within 1 % of the highest.
@@ -743,14 +743,20 @@ def write_curves(
         curves[f"{label} ({len(seeds)} seed{'s' * (len(seeds) > 1)})"] = found = []
         for seed in seeds:
             points = [m for m in seed["metrics"] if m.get(f"policy/{quantity}") is not None]
-            found.append(([m["seconds"] / 60 for m in points], [m[f"policy/{quantity}"] for m in points]))
+            found.append(
+                (
+                    [m["step"] if by_steps else m["seconds"] / 60 for m in points],
+                    [m[f"policy/{quantity}"] for m in points],
+                )
+            )
             for policy, row in seed["policies"].items():
                 if policy.startswith(REFERENCES):
                     lines.setdefault(policy, []).append(row[quantity])
     if curves:
         apart = 0.01 * max(max(found) for found in lines.values())
         same = {policy: found[0] for policy, found in lines.items() if np.ptp(found) <= apart}
-        figure = curves_figure(curves, same, "minutes of GRPO, CPU", y_label, title)
+        x_label = "steps" if by_steps else "minutes of GRPO, CPU"
+        figure = curves_figure(curves, same, x_label, y_label, title)
         file.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(file, dpi=130)
 
@@ -760,7 +766,8 @@ def write_pictures(results: Mapping[str, list[dict]]) -> None:
     on_one_lake = {label: results[name] for name, label in CURVES.items() if name in results}
     write_curves(on_one_lake, pictures / "learning_curves.png", "Success on the canonical slippery lake while training")
     ways = {label: results[name] for name, label in WAYS_OF_TEACHING.items() if name in results}
-    write_curves(ways, pictures / "supervision.png", "Ways of teaching the canonical slippery lake")
+    title = "Ways of teaching the canonical slippery lake"
+    write_curves(ways, pictures / "supervision.png", title, "optimal_states", "optimal states, of 11", by_steps=True)
     for is_slippery, name in ((False, "random_maps_dry"), (True, "random_maps_slippery")):
         on_maps = {
             name: seeds
