@@ -733,7 +733,7 @@ def write_curves(
     results: Mapping[str, list[dict]], file: Path, title: str, quantity: str = "success_probability",
     y_label: str = "exact success probability, no step limit", by_steps: bool = False,
 ) -> None:  # fmt: skip
-    """A picture of the greedy policy against minutes of GRPO or steps, a line per seed; none where there are no results.
+    """The greedy policy against minutes of GRPO or steps, a line per seed; no picture where there are no results.
 
     `results` by their label in the picture. Horizontal lines are those references that are the same for all of them,
     within 1 % of the highest.
