@@ -25,6 +25,7 @@ from llm_policy.command_line import parse_arguments
 from llm_policy.environments.judge import BASELINES, is_baseline
 from llm_policy.errors import InputError, check_at_least, run_script
 from llm_policy.grpo.lifecycle import WARM_START_FOLDER
+from llm_policy.hardware import take_granted_threads
 from llm_policy.models import context_tokens, load_model, load_tokenizer
 from llm_policy.number_format import faster_format
 from llm_policy.run_files import run_settings
@@ -129,6 +130,8 @@ def model_answers(name: str, settings: dict, arguments: EvaluationArguments, sha
 def main(argv: Sequence[str] | None = None) -> int:
     (arguments,), _ = parse_arguments(argv, (EvaluationArguments,), description=__doc__)
     set_seed(arguments.seed)
+    if threads := take_granted_threads():
+        print(threads)
     runs = {name: run_settings(name) for name in arguments.policies if not is_baseline(name)}
     shared = shared_settings(runs, arguments)
 

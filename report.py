@@ -361,6 +361,8 @@ def results_section(results: Mapping[str, list[dict]]) -> str:
         on_canonical_first = sorted(results.values(), key=lambda seeds: seeds[0]["study"] != CANONICAL)
         seeds = next((seeds for seeds in on_canonical_first if seeds[0]["is_slippery"] is is_slippery), None)
         rows += _baseline_rows(seeds[0]) if seeds else []
+        of_this_ice = [seeds for seeds in results.values() if seeds[0]["is_slippery"] is is_slippery]
+        rows += [_warm_start_row(seeds) for seeds in of_this_ice if WARM_START in seeds[0]["policies"]][:1]
     return markdown(headers, rows)
 
 
@@ -382,6 +384,15 @@ def _baseline_rows(seed: dict) -> list[list[object]]:
         for name, row in seed["policies"].items()
         if name.startswith((*REFERENCES, "untrained"))
     ]
+
+
+def _warm_start_row(seeds: Sequence[dict]) -> list[object]:
+    """What the form alone comes to, before GRPO: which share of a result is the warm start's."""
+    rows = [seed["policies"][WARM_START] for seed in seeds]
+    states = f"{each(rows, lambda row: format(row['optimal_states'], '.0f'))} of {rows[0]['acting_states']:.0f}"
+    scores = [values(rows, name) for name in ("success_probability", "success_at_horizon")]
+    ice = "slippery" if seeds[0]["is_slippery"] else "not slippery"
+    return [f"*{WARM_START}, {ice}*", len(seeds), *scores, "", states, "", "", made_by(seeds)]
 
 
 def supervision_section(results: Mapping[str, list[dict]]) -> str:
@@ -412,13 +423,8 @@ def supervision_section(results: Mapping[str, list[dict]]) -> str:
                 made_by(seeds),
             ]
         )
-    seeds = results["cloning_slippery"]
-    warm = [seed["policies"][WARM_START] for seed in seeds]
-    row = dict.fromkeys(headers, "")
-    row["way of teaching"], row["seeds"], row["date, commit"] = "*the warm start alone*", len(seeds), made_by(seeds)
-    row["success, no step limit"] = values(warm, "success_probability")
-    row["optimal states"] = f"{each(warm, lambda r: format(r['optimal_states'], '.0f'))} of 11"
-    return markdown(headers, [*rows, list(row.values())])
+    name, seeds, success, _, _, states, *_, made_in = _warm_start_row(results["cloning_slippery"])
+    return markdown(headers, [*rows, [name, seeds, "", success, "", states, "", "", "", made_in]])
 
 
 def ablations_section(results: Mapping[str, list[dict]]) -> str:

@@ -28,7 +28,7 @@ import torch
 from llm_policy.command_line import parse_arguments
 from llm_policy.environments.gym_env import GymEnvironment
 from llm_policy.errors import InputError, check_at_least, check_choices, run_script, writing
-from llm_policy.hardware import device_text
+from llm_policy.hardware import device_text, take_granted_threads
 from llm_policy.number_format import begun_with, faster_format
 from llm_policy.plots import curves_figure
 from llm_policy.policy_search.answer_log import AnswerLog, read_log
@@ -233,6 +233,8 @@ def run_search(folder: Path, arguments: Arguments, config: str) -> None:
     optimum = told_optimum(environment, settings)
     description = description_of(environment, script, settings)
     if proposing.proposer == "local":
+        if threads := take_granted_threads():
+            print(threads)
         print(f"loading {proposing.model_name_or_path} in {proposing.dtype}", flush=True)
     proposer = make_proposer(problem, proposing, settings, optimum, description)
     method = "ProPS+" if settings.describe_environment else "ProPS"

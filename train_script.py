@@ -37,7 +37,7 @@ from llm_policy.grpo import lifecycle
 from llm_policy.grpo.diagnostics import MetricsFile, PolicyDiagnostics
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.grpo.warm_start import warm_started
-from llm_policy.hardware import device_text
+from llm_policy.hardware import device_text, take_granted_threads
 from llm_policy.models import context_tokens, load_tokenizer
 from llm_policy.number_format import number_format
 from tasks import Judge, Task, task_module
@@ -95,11 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = read_options(argv)
     script, training, output_dir = options.script, options.training, options.output_dir
     on_gpu = training.device.type == "cuda"
-    hardware = "CUDA" if on_gpu else "CPU"
+    hardware, threads = ("CUDA", "") if on_gpu else ("CPU", take_granted_threads())
     config = options.config or "no configuration"
     print(f"{hardware}: {config} with {options.model.model_name_or_path}, seed {training.seed}", flush=True)
-    if options.note:
-        print(options.note, flush=True)
+    for note in filter(None, (options.note, threads)):
+        print(note, flush=True)
     if training.use_cpu and torch.cuda.is_available():
         print(f"{options.config} says use_cpu: true; --use_cpu false takes the GPU")
     if not on_gpu and not training.use_cpu:

@@ -1,4 +1,4 @@
-"""The processor that a measurement was made on, without which seconds mean little; and the memory that is free."""
+"""The processor: its name, without which seconds mean little, its threads, and the memory that is free."""
 
 import ctypes
 import os
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 CPU_INFORMATION = Path("/proc/cpuinfo")  # Linux; elsewhere the platform module knows a little
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of processor time that a container has, and the period
 EMULATION = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")  # make a processor behave like an older one
 BFLOAT16_FLAGS = ("avx512_bf16", "amx_bf16")  # matrix products in bfloat16 are several times faster with them
 
@@ -31,6 +32,30 @@ def device_text(on_gpu: bool = False) -> str:
 
     settings = [f"{name}={os.environ[name]}" for name in EMULATION if name in os.environ]
     return ", ".join([f"{torch.get_num_threads()} CPU threads", processor_name(), *settings])
+
+
+def take_granted_threads() -> str:
+    """Lower PyTorch's threads to what the container is granted; a line that says so, "" where nothing changes.
+
+    PyTorch counts the processor's cores, and threads beyond the quota wait for each other. OMP_NUM_THREADS decides by
+    hand.
+    """
+    import torch
+
+    threads, granted = torch.get_num_threads(), granted_threads()
+    if granted is None or granted >= threads or "OMP_NUM_THREADS" in os.environ:
+        return ""
+    torch.set_num_threads(granted)
+    return f"threads: {granted} instead of {threads}, for this container is granted no more (OMP_NUM_THREADS overrides)"
+
+
+def granted_threads() -> int | None:
+    """Of the container's quota of processor time, rounded up; None where there is no quota."""
+    try:
+        quota, period = CPU_QUOTA.read_text().split()
+        return max(1, -(-int(quota) // int(period)))
+    except (OSError, ValueError):  # no cgroup of version 2; "max"
+        return None
 
 
 def give_memory_back() -> None:

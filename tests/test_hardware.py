@@ -47,3 +47,34 @@ def test_memory_is_given_back_where_the_c_library_can(platform, expected, monkey
     del library.malloc_trim  # musl
     hardware.give_memory_back()
     assert calls == expected
+
+
+QUOTAS = [
+    # cpu.max, threads of PyTorch, OMP_NUM_THREADS -> threads afterwards
+    ("200000 100000\n", 8, None, 2),
+    ("150000 100000\n", 8, None, 2),
+    ("5000 100000\n", 8, None, 1),
+    ("1600000 100000\n", 8, None, 8),
+    ("max 100000\n", 8, None, 8),
+    ("", 8, None, 8),
+    (None, 8, None, 8),
+    ("200000 100000\n", 8, "8", 8),
+]
+
+
+@pytest.mark.parametrize(("quota", "threads", "by_hand", "expected"), QUOTAS)
+def test_a_containers_quota_bounds_the_threads(quota, threads, by_hand, expected, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if by_hand:
+        monkeypatch.setenv("OMP_NUM_THREADS", by_hand)
+    file = tmp_path / "cpu.max"
+    if quota is not None:
+        file.write_text(quota)
+    monkeypatch.setattr(hardware, "CPU_QUOTA", file)
+    taken = [threads]
+    monkeypatch.setattr("torch.get_num_threads", lambda: taken[-1])
+    monkeypatch.setattr("torch.set_num_threads", taken.append)
+    line = hardware.take_granted_threads()
+    assert taken[-1] == expected
+    assert line.startswith(f"threads: {expected} instead of {threads}" if expected != threads else "")
+    assert bool(line) == (expected != threads)

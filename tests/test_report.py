@@ -236,7 +236,21 @@ def test_supervision_section(results):
             "[cloning](results/supervision/cloning_slippery)", "2", "1e-3", "**0.5000** (0.5000, 0.5000)",
             "**0.1250** (0.1250, 0.1250)", "9, 9 of 11", "never, never", "2, 2", "4.2, 4.2", WHEN,
         ],
-        ["*the warm start alone*", "2", "", "**0.0150** (0.0100, 0.0200)", "", "1, 2 of 11", "", "", "", WHEN],
+        ["*warm start, greedy, slippery*", "2", "", "**0.0150** (0.0100, 0.0200)", "", "1, 2 of 11", "", "", "", WHEN],
+    ]  # fmt: skip
+
+
+def test_the_warm_start_alone_is_a_row_of_the_results(results):
+    seed = results / "canonical/canonical_slippery/seed-1"
+    for folder in (seed, seed.with_name("seed-2")):
+        evaluation = json.loads((folder / "evaluation.json").read_text())
+        evaluation["policies"].append(policy("warm start, greedy", 0.04, 2))
+        (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    rows = [cells(line) for line in report.results_section(report.training_results()).splitlines()]
+    (row,) = (row for row in rows if "warm start" in row[0])
+    assert row[:6] == [
+        "*warm start, greedy, slippery*", "2", "**0.0400** (0.0400, 0.0400)", "**0.0200** (0.0200, 0.0200)", "",
+        "2, 2 of 11",
     ]  # fmt: skip
 
 
