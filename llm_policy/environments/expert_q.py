@@ -4,7 +4,7 @@
     python -m llm_policy.environments.expert_q --map 8x8 --output runs/lake_8x8.csv
     python -m llm_policy.environments.expert_q --random_maps 2200 --rows states --output runs/lakes.csv
     python -m llm_policy.environments.expert_q --method q_learning --output runs/learned.csv    # learned, not computed
-    python -m llm_policy.environments.expert_q --wrong_states 0.1 --rows states --output runs/flawed.csv   # wrong in 1/10
+    python -m llm_policy.environments.expert_q --wrong_states 0.1 --rows states --output runs/flawed.csv
     python -m llm_policy.environments.expert_q --env_id Taxi-v4 --rows states --output runs/taxi.csv
 
 Columns: state,state_str,action,action_text,q_value_<action>,reward,next_state,done,batch_idx. On the lake `state_str`
