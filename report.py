@@ -408,12 +408,11 @@ def supervision_section(results: Mapping[str, list[dict]]) -> str:
         seeds = results[name]
         trained, states, _ = _greedy(seeds)
         sampled = [seed["policies"][SAMPLED] for seed in seeds if SAMPLED in seed["policies"]]
-        rates = _options(seeds[0]["command"]).get("--learning_rate", ["5e-4"])
         rows.append(
             [
                 link(label, seeds[0]["study"], name),
                 len(seeds),
-                rates[0],
+                f"{seeds[0]['metrics'][0]['learning_rate']:g}",  # constant in all of them
                 values(trained, "success_probability"),
                 values(sampled, "success_at_horizon") if sampled else "",
                 states,

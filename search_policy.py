@@ -120,7 +120,7 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Arguments, str]:
     (script, proposing, settings), config = parse_arguments(argv, groups, description=__doc__)
     if script.output_dir is None:
         script.output_dir = f"runs/search/{script.env_id.replace('/', '-')}-{proposing.proposer}"
-    if proposing.proposer == "local" and proposing.dtype is None:
+    if proposing.proposer == "local" and proposing.dtype == "auto":
         proposing.dtype = begun_with(Path(script.output_dir)) or faster_format(torch.cuda.is_available())[0]
     return (script, proposing, settings), config
 

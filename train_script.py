@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not on_gpu and not training.use_cpu:
         print(f"{options.config} is made for a GPU, and there is none here; configs/laptop.yaml is made for a CPU")
     rules.check_arguments(script, training, options.model)
-    if script.objective == "grpo" and script.action_entropy_coef:
+    if script.objective in ("grpo", "cloning") and script.action_entropy_coef:
         print("--action_entropy_coef is for the other objectives and has no effect here; TRL's bonus is --entropy_coef")
     if not options.trains:
         return train(options)

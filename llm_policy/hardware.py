@@ -59,9 +59,9 @@ def granted_threads() -> int | None:
 
 
 def give_memory_back() -> None:
-    """Hand freed memory back to the system, which glibc keeps for later: in the end it is twice what a run needs.
+    """Hand freed memory back to the system, which glibc keeps: over a run that grows to more than what is in use.
 
-    Elsewhere than on Linux nothing happens.
+    Not for every step: to take it again costs a fifth of a step (LOG.md). Elsewhere than on Linux nothing happens.
     """
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries lack it

@@ -32,7 +32,10 @@ def write_seed(folder, success: float, is_slippery: bool = True, run: dict | Non
         policy("trained, sampled", success / 2, 9),
     ]
     (folder / "evaluation.json").write_text(json.dumps({"is_slippery": is_slippery, "policies": policies}))
-    steps = [{"step": 1, "seconds": 30.0}, {"step": 2, "seconds": 60.0, "policy/success_probability": success}]
+    steps = [
+        {"step": 1, "seconds": 30.0, "learning_rate": 5e-4},
+        {"step": 2, "seconds": 60.0, "policy/success_probability": success},
+    ]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
     (folder / "result.txt").write_text(f"a table\nverdict: says {success} (warm start 5 steps, GRPO 30)\n")
     (folder / "minutes.txt").write_text("4.25\n")
@@ -222,6 +225,8 @@ def test_supervision_section(results):
     (folder / "command.txt").write_text("python results/run.py --name cloning_slippery -- --learning_rate 1e-3\n")
     for seed in (1, 2):
         write_seed(folder / f"seed-{seed}", 0.5)
+        metrics = folder / f"seed-{seed}/metrics.jsonl"
+        metrics.write_text(metrics.read_text().replace("0.0005", "0.001"))
         file = folder / f"seed-{seed}/evaluation.json"
         evaluation = json.loads(file.read_text())
         evaluation["policies"].append(policy("warm start, greedy", seed / 100, seed))
@@ -229,11 +234,11 @@ def test_supervision_section(results):
     rows = [cells(line) for line in report.all_sections(report.training_results())["supervision"].splitlines()[2:]]
     assert rows == [
         [
-            "[expected](results/canonical/canonical_slippery)", "2", "5e-4", "**0.6000** (0.8000, 0.4000)",
+            "[expected](results/canonical/canonical_slippery)", "2", "0.0005", "**0.6000** (0.8000, 0.4000)",
             "**0.1500** (0.2000, 0.1000)", "9, 9 of 11", "never, never", "2, 2", "4.2, 4.2", WHEN,
         ],
         [
-            "[cloning](results/supervision/cloning_slippery)", "2", "1e-3", "**0.5000** (0.5000, 0.5000)",
+            "[cloning](results/supervision/cloning_slippery)", "2", "0.001", "**0.5000** (0.5000, 0.5000)",
             "**0.1250** (0.1250, 0.1250)", "9, 9 of 11", "never, never", "2, 2", "4.2, 4.2", WHEN,
         ],
         ["*warm start, greedy, slippery*", "2", "", "**0.0150** (0.0100, 0.0200)", "", "1, 2 of 11", "", "", "", WHEN],

@@ -238,6 +238,19 @@ def test_silent_parts_are_announced(tiny_model, tmp_path, capsys):
     ]
 
 
+def test_the_number_format_is_measured_once_for_a_search(tiny_model, tmp_path, capsys, monkeypatch):
+    """A search that is resumed keeps the format it began with, because another one gives other answers."""
+    arguments = small_run(tmp_path / "out", "--proposer", "local", "--model_name_or_path", tiny_model)
+    monkeypatch.setattr(search_policy, "faster_format", lambda on_gpu: ("float32", ""))
+    assert main([*arguments, "--iterations", "1"]) == 0
+    assert f"loading {tiny_model} in float32" in capsys.readouterr().out
+    monkeypatch.setattr(search_policy, "faster_format", lambda on_gpu: ("bfloat16", ""))
+    (_, proposing, _), _ = read_arguments(arguments)
+    assert proposing.dtype == "float32"
+    (_, proposing, _), _ = read_arguments([*arguments, "--output_dir", str(tmp_path / "other")])
+    assert proposing.dtype == "bfloat16"
+
+
 def test_the_real_command(tmp_path):
     command = [sys.executable, "search_policy.py", *small_run(tmp_path / "out")]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -162,11 +162,13 @@ def expert_q(environment: TableEnvironment, options: ExpertOptions, progress: bo
     return learn_q(environment, options.gamma, *learners, progress).mean(axis=0)
 
 
-def flawed_q(environment: TableEnvironment, q_SA: np.ndarray, options: ExpertOptions, random) -> np.ndarray:
-    """The Q-values of an expert with the flaws that the options ask for; `q_SA` itself where they ask for none.
+def flawed_q(
+    environment: TableEnvironment, q_SA: np.ndarray, options: ExpertOptions, random: np.random.Generator
+) -> np.ndarray:
+    """The Q-values of an expert with the flaws that the options ask for; the same values where they ask for none.
 
     Args:
-        random: NumPy's generator; one for all maps.
+        random: one generator for all maps.
     """
     q_SA, states = q_SA.copy(), np.array(environment.acting_states)
     if options.noise:

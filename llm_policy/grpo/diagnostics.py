@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import ExportableState
 
+from llm_policy.hardware import give_memory_back
 from llm_policy.run_files import write_whole
 
 STOP_CONDITIONS = ("optimal", "collapsed", "either", "never")
@@ -129,6 +130,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         with self.trainer.accelerator.autocast():
             judgement = self.judge(model)
         print(f"step {step}: {self.with_collapse(judgement, step)}", flush=True)
+        give_memory_back()
         self.evaluation_seconds += time.perf_counter() - started
         values = {f"policy/{name}": value for name, value in judgement.metrics.items()}
         values["time/evaluation_share"] = self.evaluation_seconds / (time.perf_counter() - self.started)

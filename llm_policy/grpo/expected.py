@@ -45,7 +45,7 @@ from llm_policy.errors import InputError
 from llm_policy.grpo.packing import Branch
 
 SUPERVISED = ("cloning", "distillation")
-TIED = 1e-6  # rewards that are no further apart are equal
+REWARD_ROUNDING = 1e-6  # TRL's rewards are float32: differences below this are none
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,7 @@ class ExpectedObjective:
         probabilities_NA = log_probabilities_NA.exp()
         rewards_NA = rewards_BA[[n.completion for n in named]]
         expected_N = (probabilities_NA * rewards_NA).sum(1)
-        log_policy_NA = log_probabilities_NA.log_softmax(dim=1)
-        entropy_N = -(log_policy_NA.exp() * log_policy_NA).sum(1)
+        entropy_N = policy_entropy(log_probabilities_NA)
         total = TERMS[self.form](log_probabilities_NA, rewards_NA, self.entropy_coef).sum()
         sums = {
             "action/expected_reward": expected_N.sum().detach(),
@@ -121,9 +120,7 @@ class ExpectedObjective:
 
 
 def expected_term(log_probabilities_NA: torch.Tensor, rewards_NA: torch.Tensor, c: float) -> torch.Tensor:
-    log_policy_NA = log_probabilities_NA.log_softmax(dim=1)
-    entropy_N = -(log_policy_NA.exp() * log_policy_NA).sum(1)
-    return (log_probabilities_NA.exp() * rewards_NA).sum(1) + c * entropy_N
+    return (log_probabilities_NA.exp() * rewards_NA).sum(1) + c * policy_entropy(log_probabilities_NA)
 
 
 def natural_term(log_probabilities_NA: torch.Tensor, rewards_NA: torch.Tensor, c: float) -> torch.Tensor:
@@ -134,7 +131,7 @@ def natural_term(log_probabilities_NA: torch.Tensor, rewards_NA: torch.Tensor, c
 
 
 def cloning_term(log_probabilities_NA: torch.Tensor, rewards_NA: torch.Tensor, c: float) -> torch.Tensor:
-    is_best_NA = rewards_NA >= rewards_NA.amax(1, keepdim=True) - TIED
+    is_best_NA = rewards_NA >= rewards_NA.amax(1, keepdim=True) - REWARD_ROUNDING
     return (log_probabilities_NA * is_best_NA).sum(1) / is_best_NA.sum(1)
 
 
@@ -148,6 +145,12 @@ TERMS: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = 
     "cloning": cloning_term,
     "distillation": distillation_term,
 }
+
+
+def policy_entropy(log_probabilities_NA: torch.Tensor) -> torch.Tensor:
+    """Entropy (nats) of pi, (N,)."""
+    log_policy_NA = log_probabilities_NA.log_softmax(dim=1)
+    return -(log_policy_NA.exp() * log_policy_NA).sum(1)
 
 
 def luck_of_actions(

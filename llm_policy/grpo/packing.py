@@ -230,7 +230,7 @@ def packed_log_probabilities(
     """Log-probability and entropy (nats) of each scored token, both (N,), under the temperature of the fused head.
 
     PEFT casts the input of each LoRA layer to float32. Under autocast, which casts it back, that only costs memory: a
-    fifth of a whole run's peak.
+    fifth of the peak (LOG.md).
 
     Args:
         model: what to call: the model itself, or its wrapper for several processes.

@@ -17,15 +17,20 @@ from trl.trainer.utils import RepeatSampler, split_tensor_dict
 
 from llm_policy.checkpoints import written_whole
 from llm_policy.errors import InputError
-from llm_policy.grpo.expected import SUPERVISED, TERMS, ExpectedObjective, luck_of_actions, without_answers
+from llm_policy.grpo.expected import (
+    REWARD_ROUNDING,
+    SUPERVISED,
+    TERMS,
+    ExpectedObjective,
+    luck_of_actions,
+    without_answers,
+)
 from llm_policy.grpo.packing import Branch, pack_groups, packed_log_probabilities
-from llm_policy.hardware import give_memory_back
 from llm_policy.sampling import sample_completions
 
 OBJECTIVES = (*TERMS, "grpo")
 # Mean |difference| of log-probabilities, packed against stock, that rounding explains; a wrong mask gives over 0.3.
 PACKED_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
-REWARD_ROUNDING = 1e-6  # TRL's rewards are float32: differences below this are none
 STD_EPSILON = 1e-4  # TRL's
 # TRL's private methods that `PolicyTrainer` overrides, with their parameters as of the pinned version. A version that
 # changes one fails tests/test_trainer.py, and not a run.
@@ -133,7 +138,6 @@ class PolicyTrainer(GRPOTrainer):
         steps = self.args.steps_per_generation
         if self._step % (steps * self.num_iterations) == 0 or self._buffered_inputs is None:
             self._buffered_inputs = split_tensor_dict(self._generate_and_score_completions(generation_batch), steps)
-            give_memory_back()  # before the pass that needs the most
         return self._buffered_inputs[self._step % steps]
 
     # Sampling --------------------------------------------------------------------------------------------------
@@ -205,11 +209,6 @@ class PolicyTrainer(GRPOTrainer):
         elif self.scale_rewards == "batch":
             above_PG = above_PG / (reward_PG.std() + STD_EPSILON)
         return above_PG.flatten().float()
-
-    def training_step(self, *arguments, **keywords):
-        loss = super().training_step(*arguments, **keywords)
-        give_memory_back()
-        return loss
 
     # Training pass ---------------------------------------------------------------------------------------------
 

@@ -154,7 +154,6 @@ def teach_format(
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            give_memory_back()
             report.update(steps=step, loss=loss)
             progress.update()
             progress.set_postfix(loss=f"{loss:.3f}", well_formed=f"{report['format_validity']:.0%}")
@@ -168,4 +167,5 @@ def teach_format(
     finally:
         progress.close()
         vars(base_model).pop("forward", None)  # the fused head closes over settings of this stage only
+        give_memory_back()
     return report

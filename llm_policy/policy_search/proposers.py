@@ -42,8 +42,8 @@ class ProposerSettings:
         default=str(EMBEDDED_MODEL.relative_to(ROOT)),
         metadata={"help": "local: hub id, folder or GGUF file."},
     )
-    dtype: str | None = field(
-        default=None, metadata={"help": "local: bfloat16, float16 or float32. Default: the faster one."}
+    dtype: str = field(
+        default="auto", metadata={"help": "local: float32, bfloat16, float16; auto: the faster one here."}
     )
     answer_prefix: str = field(
         default=ANSWER_PREFIX, metadata={"help": "local: the beginning of each answer, given to the model."}
@@ -65,7 +65,7 @@ class ProposerSettings:
     temperature: float = field(default=1.0, metadata={"help": "Of the model's answers; 0 is greedy."})
 
     def __post_init__(self) -> None:
-        check_choices(self, {"proposer": PROPOSERS} | ({"dtype": DTYPES} if self.dtype else {}))
+        check_choices(self, {"proposer": PROPOSERS, "dtype": DTYPES})
         check_at_least(self, {"endpoint_retries": 0, "context_tokens": 1, "max_completion_tokens": 1})
         if self.proposer == "local" and self.constrained and not self.answer_prefix:
             raise InputError("--constrained true: needs an --answer_prefix")
@@ -121,7 +121,6 @@ def make_proposer(
         )
     limit = settings.max_completion_tokens or answer_tokens
     tokenizer = load_tokenizer(settings.model_name_or_path)
-    assert settings.dtype is not None  # the caller measures where none is named
     model: Any = load_model(settings.model_name_or_path, dtype=settings.dtype)
     proposer = LocalProposer(
         model,
