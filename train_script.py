@@ -105,8 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not on_gpu and not training.use_cpu:
         print(f"{options.config} is made for a GPU, and there is none here; configs/laptop.yaml is made for a CPU")
     rules.check_arguments(script, training, options.model)
-    if script.objective in ("grpo", "cloning") and script.action_entropy_coef:
-        print("--action_entropy_coef is for the other objectives and has no effect here; TRL's bonus is --entropy_coef")
+    for name, without in (("action_entropy_coef", ("grpo", "cloning")), ("form_coef", ("grpo",))):
+        if script.objective in without and getattr(script, name):
+            print(f"--{name} is for the other objectives and has no effect under --objective {script.objective}")
     if not options.trains:
         return train(options)
 
@@ -268,6 +269,7 @@ def policy_trainer(
         actions=task.actions,
         action_rewards=task.action_rewards and (lambda rows: task.action_rewards(rows, weights)),
         action_entropy_coef=script.action_entropy_coef,
+        form_coef=script.form_coef,
         guesses=task.guess and (lambda rows: [reply_token_ids(task.guess(row), tokenizer) for row in rows]),
     )
     for unwanted in (PrinterCallback, ProgressCallback):

@@ -78,6 +78,43 @@ def test_the_mean_of_many_samples_is_what_it_computes(answering_llama):
             assert share - error < exact_A[a] < share + unreadable + error
 
 
+OUTSIDE = {
+    # samples of one state -> what becomes of the probability that the guessed thought with an action leaves
+    "none says anything else": ([f"{THOUGHT}UP</answer>"] * 3, [0.25] * 4),
+    "one without an answer": ([f"{THOUGHT}UP</answer>", f"{THOUGHT}DOWN</answer>", "?"], [0.25] * 4),
+    "spelt otherwise": ([f"{THOUGHT}UP</answer>", f"{THOUGHT}Left</answer>", f"{THOUGHT}UP</answer>"], [1, 0, 0, 0]),
+    "two of them": ([f"{THOUGHT}Left</answer>", f"{THOUGHT}Down</answer>", f"{THOUGHT}UP</answer>"], [0.5, 0.5, 0, 0]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_what_is_guessed_is_computed_and_the_rest_is_as_the_other_samples_say(case, answering_llama):
+    texts, rest_A = OUTSIDE[case]
+    model, tokenizer = load_model(answering_llama, dtype="float32"), load_tokenizer(answering_llama)
+    reader = Says(tokenizer)
+    object.__setattr__(reader, "texts", texts)
+    rows_PGA, _ = answer_probabilities(reader, model, PROMPTS[:1], ACTIONS, 3, [f"{THOUGHT}UP</answer>"])
+    whole_A = []
+    for action in ACTIONS:
+        ids = tokenizer.encode(f"{THOUGHT}{action}</answer>", add_special_tokens=False)
+        with torch.no_grad():
+            scores, _ = plain_scores(model.eval(), reader.prompt(PROMPTS[0]), ids)
+        whole_A.append(scores.sum().exp().item())
+    expected_A = np.array(whole_A) + (1 - sum(whole_A)) * np.array(rest_A)
+    np.testing.assert_allclose(mean_answers(rows_PGA)[0], expected_A, atol=1e-4)
+
+
+def test_one_malformed_sample_of_a_sure_policy_costs_what_it_weighs(monkeypatch):
+    """.999 on UP: with one unreadable sample among 8 it was .903 before."""
+    sure = np.log([1.0, 1e-9, 1e-9, 1e-9, 0.999])
+    monkeypatch.setattr(answers, "_packed_scores", lambda _m, _r, pairs, _a: np.tile(sure, (len(pairs), 1)))
+    monkeypatch.setattr(answers, "_plain_scores", lambda _m, _r, pairs, _a: np.tile(sure, (len(pairs), 1)))
+    reader = says("llama", [f"{THOUGHT}UP</answer>"] * 7 + ["?"])
+    rows_PGA, valid = answer_probabilities(reader, None, PROMPTS[:1], ACTIONS, 8, [f"{THOUGHT}UP</answer>"])
+    assert mean_answers(rows_PGA)[0] == pytest.approx([0.00025, 0.00025, 0.00025, 0.99925], abs=1e-6)
+    assert valid == 7 / 8
+
+
 def test_the_passes_add_up_whatever_their_size(answering_llama, monkeypatch):
     model, reader = load_model(answering_llama, dtype="float32"), Reader(load_tokenizer(answering_llama), 32)
     found = []
@@ -132,6 +169,6 @@ def test_a_likely_action_weighs_more_where_packing_is_checked(action, is_right, 
     plain_NA = np.log(np.array([[0.97, 1e-9, 0.01, 0.01]]))
     packed_NA = plain_NA.copy()
     packed_NA[0, action] -= 1.0
-    monkeypatch.setattr(answers, "_plain_scores", lambda *_: plain_NA)
-    monkeypatch.setattr(answers, "_packed_scores", lambda *_: packed_NA)
+    monkeypatch.setattr(answers, "_plain_scores", lambda *_: np.insert(plain_NA, 0, 0.0, axis=1))
+    monkeypatch.setattr(answers, "_packed_scores", lambda *_: np.insert(packed_NA, 0, 0.0, axis=1))
     assert answers._packing_is_right(None, None, [("prompt", "thought")], ACTIONS) is is_right

@@ -150,8 +150,8 @@ REWARDS = [1.5, 1.0, 0.75, 0.5]
 @pytest.mark.parametrize("logits", [[0.0] * 4, [3.0, 0.0, -1.0, 0.5], [-8.0, 8.0, 0.0, 0.0]])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1, 1.0])
 def test_natural_is_the_plain_gradient_through_the_inverse_fisher_matrix(logits, entropy_coef):
-    plain = logit_gradient(logits, REWARDS, entropy_coef, form="expected")
-    natural = logit_gradient(logits, REWARDS, entropy_coef, form="natural")
+    plain = logit_gradient(logits, REWARDS, entropy_coef, "expected")
+    natural = logit_gradient(logits, REWARDS, entropy_coef, "natural")
     pi_A = torch.tensor(logits, dtype=torch.float64).softmax(0)
     fisher_AA = pi_A.diag() - torch.outer(pi_A, pi_A)
     through = torch.linalg.pinv(fisher_AA, rtol=1e-12) @ plain
@@ -161,15 +161,15 @@ def test_natural_is_the_plain_gradient_through_the_inverse_fisher_matrix(logits,
 def test_at_a_uniform_policy_both_are_the_same():
     uniform = [0.0] * 4
     torch.testing.assert_close(
-        logit_gradient(uniform, REWARDS, 0.1, form="natural"), logit_gradient(uniform, REWARDS, 0.1, form="expected")
+        logit_gradient(uniform, REWARDS, 0.1, "natural"), logit_gradient(uniform, REWARDS, 0.1, "expected")
     )
 
 
 def test_an_action_that_is_nearly_gone_comes_back():
     """Its plain gradient has its probability as a factor, the natural one has not."""
     nearly_gone = [-9.0, 0.0, 0.0, 0.0]  # the best action, at 4e-5
-    plain = logit_gradient(nearly_gone, REWARDS, 0.0, form="expected")
-    natural = logit_gradient(nearly_gone, REWARDS, 0.0, form="natural")
+    plain = logit_gradient(nearly_gone, REWARDS, 0.0, "expected")
+    natural = logit_gradient(nearly_gone, REWARDS, 0.0, "natural")
     assert 0 < plain[0] < 1e-4
     assert natural[0] > 0.1
 
@@ -181,11 +181,51 @@ def test_they_rest_at_the_softmax_of_the_rewards(form):
 
 
 def test_probability_that_leaks_comes_back():
-    objective = ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), 0.1, form="natural")
+    objective = ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), 0.1, "natural")
     log_p = torch.tensor([0.3, 0.3], dtype=torch.float64).log().requires_grad_()  # 40 % are no action
     rewards_BA = torch.tensor([[0.5, 0.5]], dtype=torch.float64)
     loss, _ = objective.loss(list(log_p[:, None]), rewards_BA, [NamedAction(0, 4, 5, 0)])
     assert (-torch.autograd.grad(loss, log_p)[0] > 0.4).all()
+
+
+# The form ------------------------------------------------------------------------------------------------------
+
+
+def test_the_forms_gradient_is_that_of_the_log_odds():
+    """Besides the action; a token that goes wrong more seldom than SURE is left alone."""
+    objective = ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), 0.0, form_coef=0.5)
+    logits_T = torch.tensor([2.0, 5.0, -1.0, 20.0], dtype=torch.float64, requires_grad=True)  # the third is the action
+    log_p_T = torch.nn.functional.logsigmoid(logits_T)
+    loss, sums = objective.form_loss([log_p_T, log_p_T], [NamedAction(0, 2, 3, 0), NamedAction(2, 2, 3, 1)])
+    (gradient_T,) = torch.autograd.grad(-loss, logits_T)
+    assert gradient_T.tolist() == pytest.approx([0.5, 0.5, 0.0, 0.0])  # weight 0.5, mean of two
+    failure = 2 * sum(1 - logits_T.detach()[t].sigmoid() for t in (0, 1, 3))
+    assert sums["form/failure_probability"].item() == pytest.approx(failure.item())
+
+
+def test_one_well_formed_completion_of_each_group_teaches_the_form():
+    named = [
+        NamedAction(i, 2, 3, 0, is_well_formed) for i, is_well_formed in ((0, False), (1, True), (2, True), (3, True))
+    ]
+    exemplars = ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), 0.0, form_coef=0.5).exemplars(named, group=2)
+    assert [n.completion for n in exemplars] == [1, 2]
+    assert ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), 0.0).exemplars(named, group=2) == []
+
+
+def test_without_an_exemplar_the_form_has_no_loss():
+    loss, _ = ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), 0.0, form_coef=0.5).form_loss([], [])
+    assert loss.item() == 0.0
+
+
+def test_what_is_well_formed_is_read_off_the_whole_completion():
+    tokenizer = tokenizer_of("llama")
+    objective = ExpectedObjective(tokenizer, ACTIONS, 0.0)
+    texts = ["<think>.</think><answer>UP</answer>", "<answer>UP</answer>", "<think>.</think><answer>UP</answer> so"]
+    lists = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    length = max(map(len, lists))
+    ids_BT = torch.tensor([ids + [0] * (length - len(ids)) for ids in lists])
+    mask_BT = torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids in lists])
+    assert [n.is_well_formed for n in objective.named_actions(ids_BT, mask_BT)] == [True, False, False]
 
 
 # Supervision ---------------------------------------------------------------------------------------------------

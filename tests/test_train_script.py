@@ -341,7 +341,7 @@ def test_flags_arrive_and_what_is_trained_is_what_is_judged(answering_llama, tmp
     monkeypatch.setattr(TableJudge, "answers", judged)
     dry = write_expert_csv(ExpertOptions(is_slippery=False, rows="states", output=str(tmp_path / "dry.csv")))
     more = ("--expert_csv", dry, "--is_slippery", "false", "--observation", "grid", "--warm_start", "never")
-    more += ("--action_entropy_coef", "0.7", "--reward_shape", "rank", "--balance_actions", "1")
+    more += ("--action_entropy_coef", "0.7", "--form_coef", "0.3", "--reward_shape", "rank", "--balance_actions", "1")
     with pytest.raises(Made):
         main(small_run(answering_llama, tmp_path / "out", *more))
     assert len(seen["train_dataset"]) == 11
@@ -353,7 +353,7 @@ def test_flags_arrive_and_what_is_trained_is_what_is_judged(answering_llama, tmp
         assert prompt_token_ids(row["prompt"], reader.tokenizer) == judged_prompt
         assert "Not slippery" in row["prompt"][0]["content"]
         assert "You are at" not in row["prompt"][-1]["content"]
-    assert seen["action_entropy_coef"] == 0.7
+    assert (seen["action_entropy_coef"], seen["form_coef"]) == (0.7, 0.3)
     earned = seen["action_rewards"]([{"q_values": [0.2, 0.4, 0.6, 0.1]}])
     assert earned[0] == pytest.approx([2 / 3, 5 / 6, 1.5, 0.5])
 
@@ -545,6 +545,8 @@ BAD_INPUT = [
         ["--objective", "distillation", "--action_entropy_coef", "0"],
         "--action_entropy_coef 0: distillation needs a number above 0",
     ),
+    (["--form_coef", "nan"], "--form_coef nan: expected a number from 0"),
+    (["--form_coef", "-1"], "--form_coef -1: expected a number from 0"),
     (["--observation", "pixels"], "--observation 'pixels': expected one of grid, coordinates, neighbours"),
     (["--warm_start", "sometimes"], "--warm_start 'sometimes': expected one of auto, always, never"),
     (["--stop_when", "bored"], "--stop_when 'bored': expected one of optimal, collapsed, either, never"),

@@ -603,6 +603,34 @@ def test_expected_gradient_equals_the_enumerated_one(architecture, split_actions
     assert logged == pytest.approx(torch.tensor(metrics_N3).mean(0).tolist(), rel=1e-4)  # of those with an answer
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
+def test_the_forms_gradient_equals_the_enumerated_one(architecture, tmp_path):
+    """Of the first well-formed reply of each group, though without advantage it would have skipped the pass."""
+    texts = [
+        (0, "<answer>LEFT</answer>"),
+        (0, f"{THOUGHT}<answer>UP</answer>"),
+        (1, f"{THOUGHT}<answer>DOWN</answer>"),
+        (1, "<think>UP or DOWN</think><answer>DOWN</answer>"),
+    ]
+    trainer = expected_trainer(architecture, tmp_path)
+    trainer.num_generations = 2
+    completions = [encoded(trainer, text) for _, text in texts]
+    batch = batch_of(trainer, [row for row, _ in texts], completions, [0.0] * 4)
+    without = gradient(trainer, trainer._compute_loss(trainer.model, batch))
+    trainer.expected.form_coef = 0.5
+    found = gradient(trainer, trainer._compute_loss(trainer.model, batch)) - without
+
+    expected = torch.tensor(0.0)
+    for row, text in texts[1:3]:
+        ids, prefix = encoded(trainer, text), encoded(trainer, text.partition("<answer>")[0] + "<answer>")[:-1]
+        log_p_T, _ = plain_scores(trainer.model, prompts_of(trainer)[row], ids)
+        name = names_of(trainer)[ACTIONS.index(text.partition("<answer>")[2].removesuffix("</answer>"))]
+        form_T = torch.cat([log_p_T[: len(prefix)], log_p_T[len(prefix) + len(name) :]])
+        expected = expected + 0.5 * torch.logit(form_T.exp()).sum() / 2
+    assert_same_gradient(found, gradient(trainer, -expected))
+    assert 1 < trainer._metrics["train"]["form/failure_probability"][-1] < len(form_T)
+
+
 def test_the_expected_loss_rises_along_its_gradient_as_finite_differences_do(tmp_path):
     """Central differences of the loss itself, along its gradient and along a random half of it."""
     trainer = expected_trainer("llama", tmp_path, 0.3)

@@ -2,9 +2,11 @@
 
 A policy table from 8 or 16 sampled answers is a rough one, and its success is even rougher: the same adapter scored
 .28 and .51 with 8 and 16 samples per state. The legal answers are few, so that their probabilities behind a thought can
-be computed. Only the thoughts are sampled then, and after a warm start they hardly differ.
+be computed. After a warm start nearly all thoughts are the taught one, whose own probability can be computed as well.
+Samples only say how the rest is spread: one malformed sample among the 8 of a state, where one in a thousand is, cost
+.07 of success.
 
-Axes: P prompts, G samples of each, A actions, N scored tokens, V vocabulary.
+Axes: P prompts, G samples of each, A actions, N scored tokens, or scored thoughts, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -34,30 +36,49 @@ def answer_probabilities(
 ) -> tuple[np.ndarray, float]:
     """Sample `samples` completions of each prompt, and behind the thought of each compute what it answers.
 
+    Args:
+        guesses: a likely completion of each prompt. What its thought comes to is computed and not sampled.
+
     Returns:
         Weights (P, G, A) of the actions, to be averaged over samples and then normalised (`mean_answers`): the exact
         probabilities of the actions in the prompt's spelling behind each sampled thought, and, where a sample says
         something else, what `greedy_answers` would make of it (another spelling is an action, too; what is none counts
-        as uniformly random, because an agent has to move somehow). Both together are an unbiased estimate.
+        as uniformly random, because an agent has to move somehow). Both together are an unbiased estimate. With
+        guesses: the exact probabilities of the guessed thought with each action, and for what they leave of 1 the
+        weights of the samples that say something else, or a uniformly random action where none does.
         And the share of sampled completions that are well-formed and name an action.
     """
     texts = reader.completions(model, prompts, samples, guesses)
-    thoughts = [text[: text.index(ANSWER_TAG) + len(ANSWER_TAG)] if ANSWER_TAG in text else None for text in texts]
+    thoughts = [_thought(text) for text in texts]
+    guessed = [_thought(guess) for guess in guesses or [""] * len(prompts)]
     # Thoughts of one prompt are mostly the same: each is scored once
-    asked = list(dict.fromkeys((i // samples, thought) for i, thought in enumerate(thoughts) if thought is not None))
+    asked = [*enumerate(guessed), *((i // samples, thought) for i, thought in enumerate(thoughts))]
+    asked = [(p, thought) for p, thought in dict.fromkeys(asked) if thought is not None]
     pairs = [(prompts[p], thought) for p, thought in asked]
     score = _packed_scores if _packing_is_right(model, reader, pairs[:1], actions) else _plain_scores
-    known: dict[tuple[int, str], np.ndarray] = {}
+    known: dict[tuple[int, str | None], np.ndarray] = {}
     for first in tqdm(range(0, len(asked), PROMPTS_PER_PASS), "scoring answers", leave=False, disable=None):
         passed = slice(first, first + PROMPTS_PER_PASS)
-        scores_NA = score(model, reader, pairs[passed], actions)
-        known.update(zip(asked[passed], np.exp(scores_NA), strict=True))
-    rows = []
+        scores = score(model, reader, pairs[passed], actions)
+        known.update(zip(asked[passed], np.exp(scores), strict=True))
+
+    nothing_A = np.zeros(len(actions))
+    exact_PA = np.array([known[p, t][0] * known[p, t][1:] if t else nothing_A for p, t in enumerate(guessed)])
+    rest_PGA = np.full((len(prompts), samples, len(actions)), np.nan)
     for i, (text, thought) in enumerate(zip(texts, thoughts, strict=True)):
-        row_A = np.zeros(len(actions)) if thought is None else known[i // samples, thought]
-        is_scored = thought is not None and text[len(thought) :].startswith(tuple(f"{a}{END_TAG}" for a in actions))
-        rows.append(row_A if is_scored else row_A + _as_read(text, actions))
-    return np.array(rows).reshape(len(prompts), samples, len(actions)), _valid_share(texts, actions)
+        p, g = divmod(i, samples)
+        names_action = thought is not None and text[len(thought) :].startswith(tuple(f"{a}{END_TAG}" for a in actions))
+        is_guessed = thought is not None and thought == guessed[p]
+        if is_guessed and names_action:
+            continue
+        behind_A = nothing_A if thought is None or is_guessed else known[p, thought][1:]
+        rest_PGA[p, g] = behind_A + (0.0 if names_action else _as_read(text, actions))
+    for rest_GA in rest_PGA:
+        is_guessed_G = np.isnan(rest_GA[:, 0])
+        others_A = np.ones(len(actions)) if is_guessed_G.all() else rest_GA[~is_guessed_G].mean(0)
+        rest_GA[is_guessed_G] = others_A / others_A.sum()
+    left_P = 1.0 - exact_PA.sum(1)
+    return exact_PA[:, None] + left_P[:, None, None] * rest_PGA, _valid_share(texts, actions)
 
 
 def greedy_answers(
@@ -90,6 +111,11 @@ def _valid_share(texts: Sequence[str], actions: Sequence[str]) -> float:
     return sum(p.is_well_formed and action_index(p.answer, actions) is not None for p in parsed) / len(texts)
 
 
+def _thought(text: str) -> str | None:
+    """What a completion says up to its answer; None where there is no answer."""
+    return text[: text.index(ANSWER_TAG) + len(ANSWER_TAG)] if ANSWER_TAG in text else None
+
+
 # Scores --------------------------------------------------------------------------------------------------------
 
 
@@ -100,7 +126,7 @@ def _packing_is_right(model: PreTrainedModel, reader: Reader, pairs: list, actio
     """
     if not pairs:
         return True
-    packed_NA, plain_NA = (score(model, reader, pairs, actions) for score in (_packed_scores, _plain_scores))
+    packed_NA, plain_NA = (score(model, reader, pairs, actions)[:, 1:] for score in (_packed_scores, _plain_scores))
     difference = np.average(np.abs(packed_NA - plain_NA), weights=np.exp(plain_NA - plain_NA.max()))
     if difference <= SAME:
         return True
@@ -112,7 +138,7 @@ def _packing_is_right(model: PreTrainedModel, reader: Reader, pairs: list, actio
 def _packed_scores(
     model: PreTrainedModel, reader: Reader, pairs: Sequence[tuple[Messages, str]], actions: Sequence[str]
 ) -> np.ndarray:
-    """Log-probability of each action with its closing tag behind each (prompt, thought): (pairs, A)."""
+    """Log-probability of each thought behind its prompt, then of each action with its closing tag: (pairs, 1 + A)."""
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
     prompts, wholes, givens = _encoded(reader, pairs, actions)
     packed = pack_groups(
@@ -137,7 +163,7 @@ def _packed_scores(
     scores = iter(packed.split(scores_N)[0])
     return np.array(
         [
-            [next(scores)[_shared(given, ids) :].sum().item() for ids in whole]
+            _thought_and_answers([next(scores) for _ in whole], [_shared(given, ids) for ids in whole])
             for whole, given in zip(wholes, givens, strict=True)
         ]
     )
@@ -154,15 +180,20 @@ def _plain_scores(
     rows = []
     try:
         for prompt, whole, given in zip(*_encoded(reader, pairs, actions), strict=True):
-            row = []
+            scores = []
             for ids in whole:
                 logits_V = model(torch.tensor([[*prompt, *ids]], device=device)).logits[0, len(prompt) - 1 : -1]
-                scores = logits_V.float().log_softmax(-1).gather(1, torch.tensor(ids, device=device)[:, None])
-                row.append(scores[_shared(given, ids) :].sum().item())
-            rows.append(row)
+                scores.append(logits_V.float().log_softmax(-1).gather(1, torch.tensor(ids, device=device)[:, None]))
+            rows.append(_thought_and_answers(scores, [_shared(given, ids) for ids in whole]))
     finally:
         model.train(was_training)
     return np.array(rows)
+
+
+def _thought_and_answers(scores: Sequence[torch.Tensor], starts: Sequence[int]) -> list[float]:
+    """From the tokens of a thought with each action, and where the action begins: the thought's sum, each action's."""
+    thought = scores[0][: starts[0]].sum().item()
+    return [thought, *(tokens[start:].sum().item() for tokens, start in zip(scores, starts, strict=True))]
 
 
 def _encoded(reader: Reader, pairs: Sequence[tuple[Messages, str]], actions: Sequence[str]) -> tuple[list, list, list]:

@@ -1,5 +1,6 @@
 """Options of a training run beside TRL's, and the rules that TRL does not check or leaves to a crash in step 1."""
 
+import math
 from dataclasses import dataclass, field
 
 from trl import GRPOConfig, ModelConfig
@@ -46,6 +47,9 @@ class ScriptArguments:
     action_entropy_coef: float = field(
         default=0.0, metadata={"help": "Weight of the entropy (nats); temperature of distillation."}
     )
+    form_coef: float = field(
+        default=0.0, metadata={"help": "Weight of the form's log-odds; raises the thoughts that are sampled, too."}
+    )
     packed: bool = field(default=True, metadata={"help": "Train on one row per prompt; false: TRL's own pass."})
     merged_sampling: bool = field(
         default=True,
@@ -75,6 +79,8 @@ class ScriptArguments:
             raise InputError(f"--warm_start_threshold {self.warm_start_threshold:g}: expected a share, above 0 up to 1")
         if not self.warm_start_learning_rate > 0:
             raise InputError(f"--warm_start_learning_rate {self.warm_start_learning_rate:g}: expected a number above 0")
+        if not 0 <= self.form_coef < math.inf:
+            raise InputError(f"--form_coef {self.form_coef:g}: expected a number from 0")
         least = {"warm_start_steps": 1, "warm_start_prompts": 1, "evaluate_steps": 0, "samples_per_state": 0}
         check_at_least(self, least)
 

@@ -20,6 +20,16 @@ hardly comes back.
 such factor: dz(a) = g(a) - mean g. At a uniform pi, where the warm start leaves it, both gradients are the same; both
 end at pi = softmax(r / c). The second term brings probability back that leaks to answers which are no action.
 
+With `form_coef` one completion of each group that is well-formed and names an action teaches its form, too. At its
+tokens t besides the action, as long as one goes wrong more often than SURE,
+
+    form           - form_coef sum_t log [p_t / (1 - p_t)]
+
+The gradient of log p_t has the factor 1 - p_t, and a token that goes wrong once in 500 samples is seldom sampled wrong:
+neither makes it surer, but 24 such tokens make one completion in twenty malformed. The log-odds have no such factor;
+this is the natural gradient again, of "this token or another one". It makes thoughts alike, because it raises whatever
+was sampled: not for a task whose thoughts have work to do.
+
 `cloning` (behaviour cloning) and `distillation` are supervision, for comparison. Nothing is sampled: the reply that the
 warm start teaches stands in place of each completion, and its other tokens have advantage 1, so that the whole is plain
 fine-tuning on prompt, thought and label. `distillation` has the optimum of `expected` and `natural`.
@@ -45,6 +55,7 @@ from llm_policy.errors import InputError
 from llm_policy.grpo.packing import Branch
 
 SUPERVISED = ("cloning", "distillation")
+SURE = 1e-4  # a token of the form that goes wrong more seldom is left alone
 REWARD_ROUNDING = 1e-6  # TRL's rewards are float32: differences below this are none
 
 
@@ -56,6 +67,7 @@ class NamedAction:
     start: int
     stop: int
     action: int
+    is_well_formed: bool = True
 
 
 class ExpectedObjective:
@@ -65,17 +77,24 @@ class ExpectedObjective:
         actions: what may stand in the answer, in the order of the rewards' columns.
         token_ids: of each action, one or several.
         entropy_coef: c, the weight of the entropy (nats) of pi.
-        form: a key of `TERMS`.
+        name: a key of `TERMS`.
+        form_coef: weight of the form's log-odds.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, actions: Sequence[str], entropy_coef: float, form: str = "expected"
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        actions: Sequence[str],
+        entropy_coef: float,
+        name: str = "expected",
+        form_coef: float = 0.0,
     ) -> None:
         self.tokenizer = tokenizer
         self.actions = list(actions)
         self.token_ids = action_token_ids(tokenizer, actions)
         self.entropy_coef = entropy_coef
-        self.form = form
+        self.name = name
+        self.form_coef = form_coef
 
     def named_actions(self, completion_ids_BT: torch.Tensor, completion_mask_BT: torch.Tensor) -> list[NamedAction]:
         """One entry for each completion that names a legal action in its usual tokens."""
@@ -84,8 +103,19 @@ class ExpectedObjective:
             span = find_answer(self.tokenizer, ids[: sum(mask)], self.actions, self.token_ids)
             if span is not None:
                 action = self.token_ids.index(tuple(ids[span.start : span.stop]))
-                found.append(NamedAction(i, span.start, span.stop, action))
+                is_well_formed = parse_completion(_text(self.tokenizer, ids[: sum(mask)])).is_well_formed
+                found.append(NamedAction(i, span.start, span.stop, action, is_well_formed))
         return found
+
+    def exemplars(self, named: Sequence[NamedAction], group: int) -> list[NamedAction]:
+        """The first well-formed completion of each group of `group`; none where the form has no weight."""
+        if not self.form_coef:
+            return []
+        first: dict[int, NamedAction] = {}
+        for n in named:
+            if n.is_well_formed:
+                first.setdefault(n.completion // group, n)
+        return list(first.values())
 
     def branches(self, named: Sequence[NamedAction]) -> list[Branch]:
         """What the packed pass has to score besides: every legal action at each of these places."""
@@ -107,13 +137,29 @@ class ExpectedObjective:
         rewards_NA = rewards_BA[[n.completion for n in named]]
         expected_N = (probabilities_NA * rewards_NA).sum(1)
         entropy_N = policy_entropy(log_probabilities_NA)
-        total = TERMS[self.form](log_probabilities_NA, rewards_NA, self.entropy_coef).sum()
+        total = TERMS[self.name](log_probabilities_NA, rewards_NA, self.entropy_coef).sum()
         sums = {
             "action/expected_reward": expected_N.sum().detach(),
             "action/entropy": entropy_N.sum().detach(),
             "action/legal_probability": probabilities_NA.sum().detach(),
         }
         return -total / len(rewards_BA), sums
+
+    def form_loss(
+        self, log_probabilities: Sequence[torch.Tensor], exemplars: Sequence[NamedAction]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The form's loss, a mean over the exemplars, and the sum over them of how often their form goes wrong.
+
+        Args:
+            log_probabilities: of all tokens of each exemplar.
+        """
+        pairs = zip(log_probabilities, exemplars, strict=True)
+        pieces = [piece_T for log_p_T, n in pairs for piece_T in (log_p_T[: n.start], log_p_T[n.stop :])]
+        log_p_N = torch.cat(pieces or [torch.zeros(0)])
+        failure_N = -torch.expm1(log_p_N.detach())
+        is_unsure_N = failure_N > SURE
+        log_odds = (log_p_N / failure_N.clamp(min=SURE))[is_unsure_N].sum()  # has their gradient, 1 / (1 - p) dlog p
+        return -self.form_coef * log_odds / max(1, len(exemplars)), {"form/failure_probability": failure_N.sum()}
 
 
 # The terms: log-probabilities of the actions' strings (N, A), rewards (N, A), c -> what is to be raised, (N,) ---------

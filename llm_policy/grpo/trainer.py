@@ -83,6 +83,7 @@ class PolicyTrainer(GRPOTrainer):
         actions: Sequence[str] = (),
         action_rewards: Callable[[list[dict]], "torch.Tensor"] | None = None,
         action_entropy_coef: float = 0.0,
+        form_coef: float = 0.0,
         guesses: Callable[[list[dict]], list[list[int]]] | None = None,
         **kwargs,
     ) -> None:
@@ -92,6 +93,7 @@ class PolicyTrainer(GRPOTrainer):
             actions: what may stand in the answer, in the order of `action_rewards`' columns.
             action_rewards: dataset rows -> (rows, actions) tensor: reward of a well-formed completion per action.
             action_entropy_coef: c in the formulas of llm_policy/grpo/expected.py.
+            form_coef: weight of the form's log-odds there.
             guesses: dataset rows -> token ids of a likely completion of each (llm_policy/sampling.py).
         """
         check_objective(objective, packed, args)
@@ -105,7 +107,7 @@ class PolicyTrainer(GRPOTrainer):
         self.packed = packed
         self.expected: ExpectedObjective | None = None
         if objective != "grpo":
-            self.expected = ExpectedObjective(self._tokenizer, actions, action_entropy_coef, objective)
+            self.expected = ExpectedObjective(self._tokenizer, actions, action_entropy_coef, objective, form_coef)
         self.is_supervised = objective in SUPERVISED
         self.action_rewards = action_rewards
         self.guesses = guesses
@@ -117,6 +119,7 @@ class PolicyTrainer(GRPOTrainer):
         self._skipped_B: torch.Tensor | None = None  # completions without advantage, set around a training pass
         self._branches: list[Branch] = []  # what else the next packed pass scores, and what it found
         self._branch_log_probabilities: list[torch.Tensor] = []
+        self._own_log_probabilities: dict[int, torch.Tensor] = {}  # of the completions that it scored
 
     # Data order ------------------------------------------------------------------------------------------------
 
@@ -191,7 +194,7 @@ class PolicyTrainer(GRPOTrainer):
         if self.expected:
             rewards_BA = torch.as_tensor(self.action_rewards(inputs), device=output["advantages"].device)
             output["action_rewards"] = rewards_BA.float()
-            if self.expected.form == "natural" and self.multi_objective_aggregation == "sum_then_normalize":
+            if self.expected.name == "natural" and self.multi_objective_aggregation == "sum_then_normalize":
                 output["advantages"] = self._advantages_without_luck(output, rewards_BA)
         return output
 
@@ -248,6 +251,7 @@ class PolicyTrainer(GRPOTrainer):
         with self.accelerator.autocast():
             log_probabilities_N, entropies_N = packed_log_probabilities(model, plain_model, packed)
         completions, self._branch_log_probabilities = packed.split(log_probabilities_N.float())
+        self._own_log_probabilities = dict(zip(scored, completions, strict=True))
         entropies, _ = packed.split(entropies_N.float())
 
         def into_rows(values: list[torch.Tensor], fill: torch.Tensor) -> torch.Tensor:
@@ -267,15 +271,17 @@ class PolicyTrainer(GRPOTrainer):
     def _compute_loss(self, model, inputs):
         if not self.packed:
             return super()._compute_loss(model, inputs)
-        named = []
+        named, exemplars = [], []
         if self.expected:
             named = self.expected.named_actions(inputs["completion_ids"], inputs["completion_mask"])
+            exemplars = self.expected.exemplars(named, self.num_generations)
             advantages_BT = without_answers(inputs["advantages"], inputs["completion_ids"], named)
             inputs = {**inputs, "advantages": advantages_BT}
             self._branches = self.expected.branches(named)
         only_advantages = self.beta == 0.0 and not self._entropy_bonus_enabled
         only_advantages &= self.top_entropy_quantile == 1.0  # a quantile over all tokens, of skipped completions too
         self._skipped_B = inputs["advantages"].reshape(len(inputs["advantages"]), -1).eq(0).all(1)
+        self._skipped_B[[n.completion for n in exemplars]] = False
         if not only_advantages or not model.training:
             self._skipped_B = None
         elif "old_per_token_logps" in inputs:  # skipped completions have log-probability 0 on both sides: ratio 1
@@ -287,9 +293,15 @@ class PolicyTrainer(GRPOTrainer):
                 rewards_BA = inputs["action_rewards"]
                 term, sums = self.expected.loss(self._branch_log_probabilities, rewards_BA, named)
                 self._log_means(sums, len(named))
+                if self.expected.form_coef:
+                    own = [self._own_log_probabilities[n.completion] for n in exemplars]
+                    form_term, sums = self.expected.form_loss(own, exemplars)
+                    term = term + form_term
+                    self._log_means(sums, len(exemplars))
                 loss = loss + term / (self.current_gradient_accumulation_steps if self.model.training else 1)
         finally:
             self._skipped_B, self._branches, self._branch_log_probabilities = None, [], []
+            self._own_log_probabilities = {}
         return loss
 
     def _log_means(self, sums: dict[str, torch.Tensor], count: int) -> None:
