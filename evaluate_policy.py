@@ -23,7 +23,7 @@ from transformers import set_seed
 from llm_policy.chat import Reader, check_prompt
 from llm_policy.command_line import parse_arguments
 from llm_policy.environments.judge import BASELINES, is_baseline
-from llm_policy.errors import InputError, check_at_least, run_script
+from llm_policy.errors import InputError, run_script
 from llm_policy.grpo.lifecycle import WARM_START_FOLDER
 from llm_policy.hardware import take_granted_threads
 from llm_policy.models import context_tokens, load_model, load_tokenizer
@@ -57,11 +57,6 @@ class EvaluationArguments:
     )
     seed: int = field(default=0, metadata={"help": "Seed for sampling, simulation and Q-learning."})
     output_dir: str | None = field(default=None, metadata={"help": "Where evaluation.json and policy.png go."})
-
-    def __post_init__(self) -> None:
-        check_at_least(
-            self, {"samples_per_state": 0, "episodes": 1, "max_completion_length": 1, "horizon_steps": 1, "seed": 0}
-        )
 
 
 def task_of(settings: dict) -> str:

@@ -27,7 +27,7 @@ import torch
 
 from llm_policy.command_line import parse_arguments
 from llm_policy.environments.gym_env import GymEnvironment
-from llm_policy.errors import InputError, check_at_least, check_choices, run_script, writing
+from llm_policy.errors import InputError, check_choices, run_script, writing
 from llm_policy.hardware import device_text, take_granted_threads
 from llm_policy.number_format import begun_with, faster_format
 from llm_policy.plots import curves_figure
@@ -108,7 +108,6 @@ class ScriptArguments:
                 f'--env_options {self.env_options!r}: expected a JSON object such as {{"map_name": "8x8"}}'
             )
         check_choices(self, {"resume": RESUMES})
-        check_at_least(self, {"horizon_steps": 1, "judge_episodes": 2})
 
 
 Arguments = tuple[ScriptArguments, ProposerSettings, SearchSettings]

@@ -241,7 +241,10 @@ def write_run_files(options: Options, judge: Judge, on_adapter: bool) -> None:
 
 def kept_answers(which: str, model: PreTrainedModel, judge: Judge, file: Path) -> dict:
     """What the model answers before GRPO; kept in `file`, so that a resumed run shows the same row."""
-    answers = json.loads(file.read_text()) if file.exists() else None
+    try:
+        answers = json.loads(file.read_bytes())
+    except (FileNotFoundError, ValueError):  # cut: judged again
+        answers = None
     if not isinstance(answers, dict):  # an older version kept a list
         print(f"judging the {which} model", flush=True)
         answers = judge.answers(model)
@@ -270,6 +273,9 @@ def policy_trainer(
         action_rewards=task.action_rewards and (lambda rows: task.action_rewards(rows, weights)),
         action_entropy_coef=script.action_entropy_coef,
         form_coef=script.form_coef,
+        stands_on=[
+            options.output_dir / name for name in (run_files.METRICS_FILE, UNTRAINED_FILE, lifecycle.WARM_START_FOLDER)
+        ],
         guesses=task.guess and (lambda rows: [reply_token_ids(task.guess(row), tokenizer) for row in rows]),
     )
     for unwanted in (PrinterCallback, ProgressCallback):

@@ -42,7 +42,7 @@ from llm_policy.chat import Reader, fit_to_template, reply_token_ids
 from llm_policy.command_line import parse_arguments
 from llm_policy.completions import action_index
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
-from llm_policy.errors import check_at_least, run_script
+from llm_policy.errors import run_script
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.grpo.warm_start import Lesson, teach_format
 from llm_policy.hardware import processor_name
@@ -64,17 +64,11 @@ class StepArguments:
     gemma_2b: bool = field(default=False, metadata={"help": "Gemma-2B's architecture, random weights."})
     taught: bool = field(default=False, metadata={"help": "Teach the answer format first, then sample freely."})
 
-    def __post_init__(self) -> None:
-        check_at_least(self, {"prompts": 1, "group": 2, "completion_tokens": 1, "accumulation": 1})
-
 
 @dataclass
 class OutputArguments:
     rounds: int = field(default=3, metadata={"help": "Timed steps of each path, after a warm-up step."})
     output: str | None = field(default=None, metadata={"help": "JSON file for the figures."})
-
-    def __post_init__(self) -> None:
-        check_at_least(self, {"rounds": 1})
 
 
 class Meter:

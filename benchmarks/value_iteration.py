@@ -21,7 +21,7 @@ import numpy as np
 from llm_policy.command_line import parse_arguments
 from llm_policy.environments.frozen_lake import lake_mdp, random_grids
 from llm_policy.environments.mdp import optimal_q
-from llm_policy.errors import check_at_least, run_script
+from llm_policy.errors import run_script
 
 LOOP_LAKES = 300
 BATCHED_REPEATS = 3
@@ -31,9 +31,6 @@ BATCHED_REPEATS = 3
 class Arguments:
     lakes: int = field(default=10_000, metadata={"help": "Random slippery lakes in one call."})
     size: int = field(default=8, metadata={"help": "Cells per side."})
-
-    def __post_init__(self) -> None:
-        check_at_least(self, {"lakes": 1, "size": 2})
 
 
 def main(argv: Sequence[str] | None = None) -> None:

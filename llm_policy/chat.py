@@ -13,19 +13,23 @@ Messages = list[dict[str, str]]
 
 
 def accepts_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template takes a system turn. Gemma's refuses it by raising inside the template."""
+    """Whether the chat template takes a system turn. Gemma's raises inside the template, others leave it out."""
     if tokenizer.chat_template is None:
         raise InputError(
             f"{tokenizer.name_or_path}: its tokenizer has no chat template; "
             "take an instruction-tuned model (a name that ends in -it, -Instruct or -chat)"
         )
-    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    turns = [{"role": "system", "content": "the-system-turn"}, {"role": "user", "content": "the-user-turn"}]
     try:
-        tokenizer.apply_chat_template(turns, tokenize=False)
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
     except Exception:  # jinja2 raises TemplateError here, and templates may raise others, in words of their own
-        tokenizer.apply_chat_template(turns[1:], tokenize=False)  # a template that refuses this, too, is broken
-        return False
-    return True
+        text = str(tokenizer.apply_chat_template(turns[1:], tokenize=False))  # one that refuses this, too, is broken
+    if turns[1]["content"] not in text:
+        raise InputError(
+            f"{tokenizer.name_or_path}: its chat template leaves out what the user says; correct chat_template in its "
+            "tokenizer files"
+        )
+    return turns[0]["content"] in text
 
 
 def fit_to_template(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> Messages:

@@ -17,6 +17,7 @@ import yaml
 from trl import TrlParser
 
 from llm_policy.errors import InputError
+from llm_policy.ranges import check_ranges
 from llm_policy.run_files import ROOT
 
 HELP, HELP_ALL = {"-h", "--help"}, {"--help_all", "--help-all"}
@@ -100,9 +101,10 @@ def parse_arguments(
     if unknown:
         raise InputError(f"{config}: unknown options: {', '.join(unknown)}{suggestion(unknown[0], names)}; see --help")
     parser.set_defaults_with_config(**values)
-    _, unknown = parser.parse_known_args(argv)
+    found, unknown = parser.parse_known_args(argv)
     if unknown:
         raise InputError(f"unknown arguments: {' '.join(unknown)}{suggestion(unknown[0], names)}; see --help")
+    check_ranges(vars(found), groups)
     try:
         return list(parser.parse_args_into_dataclasses(argv, look_for_args_file=False)), config
     except (ValueError, TypeError, OSError) as error:  # of a dataclass that checks its values

@@ -27,14 +27,6 @@ def check_choices(arguments: object, choices: Mapping[str, Collection[str]]) -> 
             raise InputError(f"--{name} {getattr(arguments, name)!r}: expected one of {', '.join(allowed)}")
 
 
-def check_at_least(arguments: object, least: Mapping[str, int]) -> None:
-    """`InputError` for the first field of `arguments` that is no integer of at least its bound; None passes."""
-    for name, bound in least.items():
-        value = getattr(arguments, name)
-        if value is not None and (not isinstance(value, int) or value < bound):
-            raise InputError(f"--{name} {value!r}: expected an integer of at least {bound}")
-
-
 def disk_refuses(error: Exception) -> bool:
     """Whether a library's error means a full or read-only disk."""
     return any(words in str(error) for words in DISK_WORDS)

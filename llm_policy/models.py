@@ -23,8 +23,8 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from peft import PeftModel
-from safetensors import SafetensorError
+from peft import PeftModel, get_peft_model_state_dict
+from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -89,7 +89,10 @@ def load_model(
         name, revision = base_of_adapter(source)
         base = load_model(name, dtype, attn_implementation, quantization_config, device_map, revision)
         with input_errors(name_or_path, "adapter"):
-            return PeftModel.from_pretrained(base, source)
+            model = PeftModel.from_pretrained(base, source)
+            check_adapter(model, Path(source))
+        check_finite(model, name_or_path)
+        return model
     if "gguf_file" in options:
         if quantization_config is not None:
             raise InputError(f"{name_or_path}: a GGUF file is quantised already; leave out the quantisation options")
@@ -113,6 +116,14 @@ def load_model(
         raise InputError(
             f"{name_or_path}: {len(missing)} weights are missing ({missing[0]}, ...); fetch the model again"
         )
+    # It drops what the configuration has no place for, layers included
+    unknown = sorted(key for key in report["unexpected_keys"] if ".layers." in key and "inv_freq" not in key)
+    if unknown:
+        raise InputError(
+            f"{name_or_path}: {len(unknown)} of its weights have no place in the model of its config.json "
+            f"({unknown[0]}, ...); fetch the model again"
+        )
+    check_finite(model, name_or_path)
     if "gguf_file" in options:
         model.name_or_path = model.config._name_or_path = str(source)  # peft and trl look here for an adapter's base
     return model
@@ -190,13 +201,36 @@ def base_of_adapter(folder: str | Path) -> tuple[str, str]:
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder}/adapter_config.json: no base_model_name_or_path to be read ({error!r})") from error
     try:
-        locate(base, revision)
+        found, _ = locate(base, revision)
+        if is_adapter(found):
+            raise InputError(f"{base} is an adapter itself")
     except InputError as error:
         raise InputError(
             f"{folder}: the adapter's base model is missing ({error}); "
-            "put it there, or correct base_model_name_or_path in adapter_config.json"
+            "put one there, or correct base_model_name_or_path in adapter_config.json"
         ) from error
     return base, revision
+
+
+def check_adapter(model: PeftModel, folder: Path) -> None:
+    """`InputError` where an adapter's file and the model do not have the same LoRA weights: PEFT only warns."""
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        return  # an older .bin
+    with safe_open(file, "pt") as stored:
+        in_file = set(stored.keys())
+    in_model = set(get_peft_model_state_dict(model, save_embedding_layers=False))
+    odd = sorted(in_file ^ in_model)
+    if odd:
+        where = "has no place in the model" if odd[0] in in_file else "is not in it"
+        raise InputError(f"{file}: does not belong to its adapter_config.json: {odd[0]} {where}; save it again")
+
+
+def check_finite(model: torch.nn.Module, name: str | Path) -> None:
+    """`InputError` for weights that are no numbers: every answer of such a model is the same."""
+    for weight_name, weight in model.named_parameters():
+        if weight.is_floating_point() and not torch.isfinite(weight).all():
+            raise InputError(f"{name}: {weight_name} holds values that are no numbers (nan or inf); take another model")
 
 
 def check_architecture(name: str | Path, config: object) -> None:
@@ -241,7 +275,9 @@ def input_errors(name: str | Path, what: str) -> Iterator[None]:
         raise InputError(f"{name}: neither a local folder nor a hub id (`owner/model`)") from error
     except ImportError as error:
         raise InputError(f"{name}: {first_line(error)}") from error
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except InputError:
+        raise
+    except Exception as error:  # files of another's making: the libraries raise whatever these lead to
         if getattr(error, "errno", None) == errno.ENOSPC:
             raise InputError(f"{name}: disk full while fetching; make room or set HF_HOME to another disk") from error
         raise InputError(f"{name}: the {what} cannot be loaded: {first_line(error)}") from error

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import yaml
 from filelock import FileLock, Timeout
+from pydantic import TypeAdapter
 
 from llm_policy.errors import InputError, writing
 
@@ -89,9 +90,11 @@ def check_same_run(output_dir: Path, groups: Sequence, may_differ: Collection[st
     """`InputError` where `output_dir` holds a run that was begun with other arguments than `may_differ` allows."""
     file = output_dir / CONFIG_FILE
     if not file.exists():
+        if (output_dir / RUN_FILE).exists() or any(output_dir.glob("checkpoint-*")):
+            raise InputError(f"{file}: is gone, so that the run there cannot be resumed; choose another folder")
         return
     try:
-        begun = dict(yaml.safe_load(file.read_text()) or {})
+        begun = TypeAdapter(dict[str, object]).validate_python(yaml.safe_load(file.read_text()))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise InputError(f"{file}: cannot be read ({' '.join(str(error).split())}); choose another folder") from error
     now = resolved_config(*groups)  # both without what has its default

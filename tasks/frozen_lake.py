@@ -8,7 +8,7 @@ from trl import GRPOConfig
 
 from llm_policy.chat import Reader
 from llm_policy.environments.frozen_lake import FrozenLake, grid_of, read_grid, shortest_path_policy
-from llm_policy.errors import InputError, check_at_least, check_choices
+from llm_policy.errors import InputError, check_choices
 from prompts import OBSERVATIONS, format_example, policy_messages
 from tasks import Task
 from tasks.tabular import ExpertArguments, TableJudge, Words, held_out, read_expert, table_task
@@ -27,7 +27,6 @@ class Arguments(ExpertArguments):
 
     def __post_init__(self) -> None:
         check_choices(self, {"observation": tuple(OBSERVATIONS)})
-        check_at_least(self, {"test_maps": 0, "test_map_seed": 0})
         super().__post_init__()
 
 

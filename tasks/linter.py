@@ -71,7 +71,7 @@ def lint(
     """
     lake = expert["environment"].iloc[0] if isinstance(expert["environment"].iloc[0], FrozenLake) else None
     findings = [
-        *_same_prompts(expert, prompts),
+        *_same_prompts(expert, prompts, tokenizer),
         *(_examples(expert, prompts, lake.is_slippery) if lake else ()),
         *_token_ids(prompts, tokenizer, context_tokens, max_completion_tokens),
         *_cut_replies(replies, tokenizer, max_completion_tokens),
@@ -83,9 +83,11 @@ def lint(
     return sorted(findings, key=lambda finding: not finding.is_error)
 
 
-def _same_prompts(expert: pd.DataFrame, prompts: Sequence[Messages]) -> list[Finding]:
-    """States that the model cannot tell apart at all, or by nothing but colour codes."""
-    texts = ["\n".join(message["content"] for message in messages) for messages in prompts]
+def _same_prompts(
+    expert: pd.DataFrame, prompts: Sequence[Messages], tokenizer: PreTrainedTokenizerBase
+) -> list[Finding]:
+    """States that the model cannot tell apart at all, or by nothing but colour codes, through its chat template."""
+    texts = [str(tokenizer.apply_chat_template(messages, tokenize=False)) for messages in prompts]
     exact, plain = defaultdict(list), defaultdict(list)
     for name, text in zip(expert["state_str"], texts, strict=True):
         exact[text].append(name)

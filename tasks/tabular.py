@@ -32,7 +32,7 @@ from llm_policy.environments.mdp import AGREEMENT_GAMMA, OPTIMAL_PERCENT, optima
 from llm_policy.environments.pictures import policy_figure
 from llm_policy.environments.policy_table import best_actions, score_policy, uniform_policy
 from llm_policy.environments.table_environment import TableEnvironment
-from llm_policy.errors import InputError, check_at_least, check_choices
+from llm_policy.errors import InputError, check_choices
 from llm_policy.grpo.answers import answer_probabilities, greedy_answers, mean_answers
 from llm_policy.grpo.diagnostics import Judgement
 from llm_policy.run_files import ROOT
@@ -64,9 +64,6 @@ class ExpertArguments:
 
     def __post_init__(self) -> None:
         check_choices(self, {"reward_shape": tuple(REWARD_SHAPES)})
-        if not 0 <= self.balance_actions <= 1:
-            raise InputError(f"--balance_actions {self.balance_actions:g}: expected a share, from 0 to 1")
-        check_at_least(self, {"episodes": 1})
 
 
 @dataclass(frozen=True)

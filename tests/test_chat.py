@@ -102,9 +102,24 @@ def test_no_chat_template(folders):
 
 def test_a_template_may_refuse_the_system_turn_in_any_words(folders):
     tokenizer = load_tokenizer(folders["llama"])
-    refusal = "{% if messages[0].role != 'user' %}{{ raise_exception('Only user and assistant!') }}{% endif %}ok"
+    refusal = "{% if messages[0].role != 'user' %}{{ raise_exception('Only user and assistant!') }}{% endif %}"
+    refusal += "{{ messages[0].content }}"
     tokenizer.chat_template = refusal
     assert not accepts_system_role(tokenizer)
+
+
+def test_a_template_that_leaves_the_system_turn_out_does_not_take_one(folders):
+    tokenizer = load_tokenizer(folders["llama"])
+    tokenizer.chat_template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+    assert not accepts_system_role(tokenizer)
+
+
+def test_a_template_that_leaves_the_user_out_is_refused(folders):
+    """Every state would have one and the same prompt."""
+    tokenizer = load_tokenizer(folders["llama"])
+    tokenizer.chat_template = "answer:"
+    with pytest.raises(InputError, match="leaves out what the user says"):
+        fit_to_template(policy_messages(GRID, 0, True), tokenizer)
 
 
 def test_a_broken_template_is_no_missing_system_role(folders):

@@ -3,7 +3,14 @@ import errno
 import pytest
 from safetensors import SafetensorError
 
-from llm_policy.checkpoints import COMPLETE_MARK, latest_checkpoint, remove_incomplete, written_whole
+from llm_policy.checkpoints import (
+    COMPLETE_MARK,
+    checkpoint_to_resume_from,
+    damage,
+    latest_checkpoint,
+    remove_incomplete,
+    written_whole,
+)
 from llm_policy.errors import InputError
 
 
@@ -85,11 +92,75 @@ def test_latest_checkpoint(case, tmp_path):
     for name in complete + incomplete:
         (tmp_path / name).mkdir()
     for name in complete:
-        (tmp_path / name / COMPLETE_MARK).touch()
+        with written_whole(tmp_path / name):
+            (tmp_path / name / "state.json").write_text("{}")
     assert latest_checkpoint(tmp_path) == (tmp_path / expected if expected else None)
     remove_incomplete(tmp_path)
     kept = {path.name for path in tmp_path.iterdir()}
     assert kept == set(complete) | {name for name in incomplete if not name.removeprefix("checkpoint-").isdecimal()}
+
+
+DAMAGE = {
+    "gone": lambda file: file.unlink(),
+    "empty": lambda file: file.write_bytes(b""),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-1]),
+    "longer": lambda file: file.write_bytes(file.read_bytes() + b"."),
+    "changed": lambda file: file.write_bytes(b"?" + file.read_bytes()[1:]),
+}
+LISTED = ["checkpoint-5/adapter.safetensors", "checkpoint-5/optimizer.pt", "beside/report.json", "log.jsonl"]
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("name", [*LISTED, f"checkpoint-5/{COMPLETE_MARK}"])
+def test_whatever_happens_to_what_it_stands_on_is_found(name, how, tmp_path):
+    stands_on = [tmp_path / "beside", tmp_path / "log.jsonl", tmp_path / "never made"]
+    stands_on[0].mkdir()
+    (stands_on[0] / "report.json").write_text("{}")
+    stands_on[1].write_text("a line\n")
+    with written_whole(tmp_path / "checkpoint-5", stands_on):
+        (tmp_path / "checkpoint-5").mkdir()
+        for file in ("adapter.safetensors", "optimizer.pt"):
+            (tmp_path / "checkpoint-5" / file).write_text("whole")
+    assert damage(tmp_path / "checkpoint-5") is None
+    DAMAGE[how](tmp_path / name)
+    found = damage(tmp_path / "checkpoint-5")
+    if (name, how) == ("log.jsonl", "longer"):
+        assert found is None  # what was logged since
+    else:
+        words = {"gone": "is gone"}.get(how, "is not as it was written")
+        assert found == f"{tmp_path / name}: {'is no list of files' if COMPLETE_MARK in name else words}"
+
+
+@pytest.mark.parametrize(
+    "mark", ["", "{}", "[]", '{"a": 3}', '{"a": [3]}', "null", '{"checkpoint-5/optimizer.pt": [5,']
+)
+def test_a_list_that_is_none_is_no_whole_checkpoint(mark, tmp_path):
+    write(tmp_path / "checkpoint-5")
+    (tmp_path / "checkpoint-5" / COMPLETE_MARK).write_text(mark)
+    assert damage(tmp_path / "checkpoint-5").startswith(f"{tmp_path / 'checkpoint-5' / COMPLETE_MARK}: ")
+
+
+def test_a_damaged_checkpoint_is_said_and_the_one_before_it_taken(tmp_path, capsys):
+    for steps in (5, 10, 15):
+        write(tmp_path / f"checkpoint-{steps}")
+    for steps in (10, 15):
+        (tmp_path / f"checkpoint-{steps}/optimizer.pt").unlink()
+    assert checkpoint_to_resume_from(tmp_path, "auto") == tmp_path / "checkpoint-5"
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"{tmp_path}/checkpoint-{n}/optimizer.pt: is gone; checkpoint-{n} is left out" for n in (15, 10)]
+    # They count no longer, and are written again when the run gets there
+    assert checkpoint_to_resume_from(tmp_path, "auto") == tmp_path / "checkpoint-5"
+    assert not (tmp_path / "checkpoint-15").exists()
+
+
+def test_where_none_is_whole_nothing_begins_again_by_itself(tmp_path):
+    write(tmp_path / "checkpoint-5")
+    (tmp_path / "checkpoint-5/optimizer.pt").write_text("other")
+    with pytest.raises(InputError, match=r"none of its checkpoints is whole .*optimizer.pt: is not as it was written"):
+        checkpoint_to_resume_from(tmp_path, "auto")
+    (tmp_path / "checkpoint-5/trainer_state.json").write_text("{}")
+    with pytest.raises(InputError, match=r"checkpoint-5: .*optimizer.pt: is not as it was written; try auto"):
+        checkpoint_to_resume_from(tmp_path, str(tmp_path / "checkpoint-5"))
 
 
 def test_a_folder_that_is_not_there_holds_none(tmp_path):

@@ -28,8 +28,8 @@ class Small:
     counts: list[int] | None = field(default=None, metadata={"help": "Several numbers."})
 
     def __post_init__(self) -> None:
-        if self.seed < 0:
-            raise ValueError("seed\nbelow 0")
+        if self.seed == 13:
+            raise ValueError("seed\nunlucky")
 
 
 @dataclass
@@ -158,7 +158,7 @@ BAD_FLAGS = [
     (["--rate", "many"], r"--rate 'many': expected a number; see --help"),
     (["--is_slippery", "maybe"], r"--is_slippery 'maybe': expected true or false; see --help"),
     (["--seed"], r"--seed: expected one argument; see --help"),
-    (["--seed", "-1"], r"seed below 0; see --help"),
+    (["--seed", "13"], r"seed unlucky; see --help"),
     (["--config"], r"--config: expected the path of a YAML file after it"),
     (["--config="], r"--config: expected the path of a YAML file after it"),
     (["--config", "nowhere.yaml"], r"--config nowhere.yaml: no such file; configs/ holds"),
@@ -194,7 +194,7 @@ BAD_CONFIGS = {
     "maps: 4x4\n": r"\S+config.yaml: maps: '4x4': expected a list",
     "counts: [one]\n": r"\S+config.yaml: counts: \['one'\]: expected a list",
     "batch_size: [1]\n": r"\S+config.yaml: batch_size: \[1\]: expected a whole number",
-    "seed: -1\n": r"\S+config.yaml and the command line: seed below 0",
+    "seed: 13\n": r"\S+config.yaml and the command line: seed unlucky",
 }
 
 

@@ -230,7 +230,30 @@ def make_encoder(folder: Path) -> None:
     BertForMaskedLM(BertConfig(**sizes, vocab_size=32)).save_pretrained(folder)
 
 
+def change_weight(file: Path, name: str, change) -> None:
+    """`change(weights, name)` on the weights of a file, or on the one whose name ends so."""
+    weights = load_file(file)
+    change(weights, next(key for key in sorted(weights) if key.endswith(name)))
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def no_number(weights: dict, name: str) -> None:
+    weights[name].view(-1)[0] = torch.nan
+
+
+def rename(weights: dict, name: str) -> None:
+    weights[f"other.{name}"] = weights.pop(name)
+
+
 DAMAGES = {
+    "a layer less in the configuration": (
+        lambda folder: edit_json(folder / "config.json", num_hidden_layers=1),
+        r"9 of its weights have no place in the model of its config.json \(model.layers.1.",
+    ),
+    "a weight that is no number": (
+        lambda folder: change_weight(folder / "model.safetensors", "q_proj.weight", no_number),
+        r"model.layers.0.self_attn.q_proj.weight holds values that are no numbers",
+    ),
     "no folder": (shutil.rmtree, "no such folder"),
     "a file": (make_file, "is a file"),
     "empty folder": (lambda folder: (shutil.rmtree(folder), folder.mkdir()), "is an empty folder"),
@@ -258,12 +281,46 @@ def test_damaged_model_folder(case, broken):
 
 
 ADAPTER_DAMAGES = {
+    "its own base": (
+        lambda folder: edit_json(folder / "adapter_config.json", base_model_name_or_path=str(folder)),
+        "is an adapter itself",
+    ),
+    "a name that does not fit": (
+        lambda folder: change_weight(folder / "adapter_model.safetensors", "q_proj.lora_A.weight", rename),
+        "does not belong to its adapter_config.json: .* (is not in it|has no place in the model)",
+    ),
+    "a weight that is no number": (
+        lambda folder: change_weight(folder / "adapter_model.safetensors", "q_proj.lora_A.weight", no_number),
+        "q_proj.lora_A.default.weight holds values that are no numbers",
+    ),
     "base gone": (lambda folder: edit_json(folder / "adapter_config.json", base_model_name_or_path="/gone"), "/gone"),
     "no base named": (lambda folder: (folder / "adapter_config.json").write_text("{}"), "base_model_name_or_path"),
     "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), r"without adapter_model\.safe"),
     "cut weights": (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\0" * 99), "cannot be loaded"),
     "other rank": (lambda folder: edit_json(folder / "adapter_config.json", r=2), "cannot be loaded"),
 }
+
+
+TEXTS = {"empty": "", "cut": '{"a": ', "null": "null", "a number": "3", "a list": "[1]", "empty object": "{}"}
+FILES = ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("name", [*FILES, "adapter/adapter_config.json", "adapter/adapter_model.safetensors"])
+def test_whatever_a_file_holds_the_answer_is_one_line_or_a_model(name, text, broken):
+    """Systematically, because each of the libraries has errors of its own."""
+    if name.startswith("adapter"):
+        save_adapter(broken, broken / "adapter")
+    (broken / name).write_text(TEXTS[text])
+    folder, lines = (broken / name).parent, []
+    for load in (load_model, load_tokenizer):
+        try:
+            load(folder)
+        except InputError as error:
+            lines.append(str(error))
+    assert all("\n" not in line and str(folder) in line for line in lines)
+    may_do = {"generation_config.json", "tokenizer_config.json"}  # with one of these alone a model can be read
+    assert lines or Path(name).name in may_do
 
 
 @pytest.mark.parametrize("case", ADAPTER_DAMAGES)
@@ -296,6 +353,13 @@ def test_tokenizer_missing(broken):
 def test_name_that_is_no_model(name, message):
     with pytest.raises(InputError, match=f"^{name}: {message}"):
         load_model(name)
+
+
+def test_gguf_file_of_four_bytes(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    for load in (load_model, load_tokenizer):
+        with pytest.raises(InputError, match=r"model\.gguf: the .* cannot be loaded"):
+            load(tmp_path / "model.gguf")
 
 
 def test_broken_gguf_file(tmp_path):

@@ -275,11 +275,6 @@ def test_a_log_that_cannot_be_written(tmp_path):
 
 
 BAD_SETTINGS = [
-    ({"iterations": 0}, "--iterations 0: expected an integer of at least 1"),
-    ({"episodes": 2.5}, "--episodes 2.5: expected an integer"),
-    ({"warm_up": -1}, "--warm_up -1"),
-    ({"retries": -1}, "--retries -1"),
-    ({"seed": -1}, "--seed -1"),
     ({"history": "some"}, "--history 'some': expected one of whole, best_and_recent"),
     ({"optimum_hint": "high"}, "--optimum_hint 'high': expected none, exact or a number"),
     ({"optimum_hint": "nan"}, "--optimum_hint 'nan'"),

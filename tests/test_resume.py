@@ -25,11 +25,12 @@ from safetensors.torch import load_file
 from test_train_script import metrics_of, small_run
 from transformers import Trainer, TrainerState
 
+import llm_policy.checkpoints
 import llm_policy.grpo.warm_start
 import tasks.tabular
 import train_script
-from llm_policy.checkpoints import latest_checkpoint
-from llm_policy.errors import DISK_WORDS, EXIT_INPUT_ERROR, run_script
+from llm_policy.checkpoints import checkpoint_to_resume_from, latest_checkpoint
+from llm_policy.errors import DISK_WORDS, EXIT_INPUT_ERROR, InputError, run_script
 from llm_policy.grpo.diagnostics import MetricsFile
 from llm_policy.run_files import EXIT_INTERRUPTED, ROOT
 from tasks.tabular import TableJudge
@@ -231,9 +232,9 @@ KILLS = [
     ("plain", None, killed_with_half("run.json")),
     ("plain", None, at_call(TableJudge, "answers", 1, lambda *_: kill())),
     ("plain", None, killed_with_half("untrained.json")),
-    # In the warm start, between its adapter and its report, and after it
+    # In the warm start, before the list of its files, and after it
     ("plain", None, killed_at_step(2)),
-    ("plain", None, killed_with_half("report.json")),
+    ("plain", None, killed_with_half("COMPLETE")),
     ("plain", None, killed_at_step(2 + 1)),
     # Before the first checkpoint, right after it
     ("plain", None, killed_at_step(2 + 2)),
@@ -243,7 +244,7 @@ KILLS = [
     ("plain", 2, killed_in_write(4 + 4)),
     ("plain", 2, at_call(TrainerState, "save_to_json", 2, lambda *_: kill())),
     # All is written but the mark
-    ("plain", 2, at_call(Path, "touch", 2, lambda *_: kill())),
+    ("plain", 2, at_call(llm_policy.checkpoints, "write_whole", 3, lambda *_: kill())),
     # After the last step: the adapter's two parts are not yet joined; they are, but nothing was judged
     ("plain", 4, at_call(PeftModel, "save_pretrained", 5, lambda *_: kill())),
     ("plain", 4, at_call(tasks.tabular, "save_evaluation", 1, lambda *_: kill())),
@@ -460,10 +461,69 @@ def test_different_seeds_end_differently(never_interrupted, answering_llama, tmp
     assert len(set(rewards)) > 1
 
 
-def test_checkpoints_without_the_warm_start_that_they_stand_on(answering_llama, tmp_path):
-    out, log = tmp_path / "out", tmp_path / "plain.log"
-    arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["plain"])
-    assert run(arguments, log, killed_at_step(2 + 3)) == KILLED
-    shutil.rmtree(out / "warm_start")
-    assert run([*arguments, "--resume_from_checkpoint", "auto"], log) == EXIT_INPUT_ERROR
-    assert f"{out / 'warm_start'}: is gone, and the checkpoints stand on it" in log.read_text()
+DAMAGE = {
+    "gone": lambda file: file.unlink(),
+    "empty": lambda file: file.write_bytes(b""),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "changed": lambda file: file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1])),
+}
+BESIDE = ("warm_start", "untrained.json", "metrics.jsonl")  # what every checkpoint stands on
+EVERY_STEP = ("--max_steps", 4, "--save_steps", 1, "--evaluate_steps", 0, "--save_total_limit", 2)
+
+
+@pytest.fixture(scope="module")
+def killed(answering_llama, tmp_path_factory):
+    """A run that was killed with two checkpoints, and its command."""
+    folder = tmp_path_factory.mktemp("killed")
+    arguments = small_run(answering_llama, folder / "out", *NO_PICTURES, *EVERY_STEP)
+    assert run(arguments, folder / "plain.log", killed_at_step(2 + 3)) == KILLED
+    return folder / "out", arguments
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_no_damaged_file_is_resumed_from(how, killed, tmp_path, capsys):
+    """Every file of the later checkpoint, and every one that both checkpoints stand on."""
+    out, _ = killed
+    files = [file.relative_to(out) for file in sorted(out.rglob("*")) if file.is_file()]
+    of_checkpoint = [file for file in files if file.parts[0] == "checkpoint-2"]
+    beside = [file for file in files if file.parts[0] in BESIDE]
+    assert {"optimizer.pt", "rng_state.pth", "scheduler.pt"} < {file.name for file in of_checkpoint}
+    assert {"untrained.json", "adapter_model.safetensors", "report.json"} < {file.name for file in beside}
+    for number, file in enumerate([*of_checkpoint, *beside]):
+        if (how, file.name) == ("gone", "COMPLETE") and file in of_checkpoint:
+            continue  # as a kill in the middle of its write leaves it
+        copy = tmp_path / str(number)
+        shutil.copytree(out, copy)
+        DAMAGE[how](copy / file)
+        is_later_line = file.name == "metrics.jsonl" and how in ("cut", "changed")  # than the earlier checkpoint's
+        if file in of_checkpoint or is_later_line:
+            assert checkpoint_to_resume_from(copy, "auto") == copy / "checkpoint-1"
+        else:
+            with pytest.raises(InputError, match="none of its checkpoints is whole"):
+                checkpoint_to_resume_from(copy, "auto")
+        assert f"{copy / file}: is" in capsys.readouterr().out
+        shutil.rmtree(copy)
+
+
+def test_a_run_with_a_damaged_checkpoint_ends_as_one_that_was_never_killed(killed, never_interrupted, tmp_path):
+    out, arguments = tmp_path / "out", killed[1]
+    shutil.copytree(killed[0], out)
+    (out / "checkpoint-2/optimizer.pt").unlink()
+    resumed = [*arguments, "--output_dir", str(out), "--resume_from_checkpoint", "auto"]
+    assert run(resumed, tmp_path / "plain.log") == 0, (tmp_path / "plain.log").read_text()
+    assert f"{out}/checkpoint-2/optimizer.pt: is gone; checkpoint-2 is left out" in (tmp_path / "plain.log").read_text()
+    assert_same_end(out, never_interrupted("plain"))
+
+
+@pytest.mark.parametrize("gone", ["warm_start", "resolved_config.yaml"])
+def test_a_run_without_what_it_stands_on_is_refused(gone, killed, tmp_path):
+    """Under `--warm_start auto` and another seed, too: both were accepted in silence."""
+    out, arguments = tmp_path / "out", killed[1]
+    shutil.copytree(killed[0], out)
+    shutil.rmtree(out / gone) if (out / gone).is_dir() else (out / gone).unlink()
+    resumed = [*arguments, "--output_dir", str(out), "--resume_from_checkpoint", "auto"]
+    log = tmp_path / "plain.log"
+    assert run(resumed, log) == EXIT_INPUT_ERROR
+    (line,) = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+    assert f"{out / gone}" in line
+    assert "is gone" in line

@@ -178,7 +178,8 @@ SAME_RUN = [
     # of the configuration, of the command, what may differ, what the line says (None: accepted)
     ("{seed: 3}", Small(seed=3), (), None),
     ("{}", Small(), (), None),
-    ("", Small(), (), None),
+    ("", Small(), (), r"{out}/resolved_config.yaml: cannot be read \(.*\); choose another folder"),
+    ("[seed, 3]", Small(), (), r"{out}/resolved_config.yaml: cannot be read \(.*\); choose another folder"),
     ("{seed: 3}", Small(seed=4), ("seed",), None),
     ("{seed: 3}", Small(seed=3, output_dir="moved"), ("output_dir",), None),
     ("{seed: 3}", Small(seed=4), (), "--seed 4: {out} was begun with 3; resume with that, or choose another --output"),
@@ -203,3 +204,13 @@ def test_a_run_is_resumed_with_its_own_options(begun, now, may_differ, message, 
 
 def test_an_empty_folder_holds_no_run(tmp_path):
     check_same_run(tmp_path, [Small(seed=4)], ())
+
+
+@pytest.mark.parametrize("left", ["run.json", "checkpoint-5/COMPLETE"])
+def test_a_run_without_its_configuration_is_not_resumed(left, tmp_path):
+    (tmp_path / left).parent.mkdir(exist_ok=True)
+    (tmp_path / left).touch()
+    with pytest.raises(
+        InputError, match=f"^{tmp_path / CONFIG_FILE}: is gone, so that the run there cannot be resumed"
+    ):
+        check_same_run(tmp_path, [Small()], ())

@@ -365,7 +365,7 @@ BAD_INPUT = [
     (["--history", "none"], "--history 'none': expected one of whole, best_and_recent"),
     (["--resume", "yes"], "--resume 'yes': expected one of auto, never"),
     (["--dtype", "int3"], "--dtype 'int3'"),
-    (["--temperature", "-1"], "--temperature -1.0: expected at least 0"),
+    (["--temperature", "-1"], "--temperature -1: expected a number of at least 0"),
     (["--judge_episodes", "1"], "--judge_episodes 1: expected an integer of at least 2"),
     (["--env_options", "{{"], "is no JSON"),
     (["--env_options", "[1]"], "expected a JSON object"),

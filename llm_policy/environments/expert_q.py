@@ -35,7 +35,7 @@ from llm_policy.environments.gym_env import Transition, steps
 from llm_policy.environments.mdp import greedy_policy, optimal_actions, optimal_q, optimal_return, policy_return
 from llm_policy.environments.table_environment import TableEnvironment
 from llm_policy.environments.toy_text import ENVIRONMENTS
-from llm_policy.errors import InputError, check_at_least, check_choices, run_script, writing
+from llm_policy.errors import InputError, check_choices, run_script, writing
 
 Q_DECIMALS = 10
 # Step sizes 1 / (1 + n/100) at visit n: the rescaled linear ones of Wainwright (2019), 1 / (1 + (1-gamma) n), for gamma
@@ -89,13 +89,6 @@ class ExpertOptions:
             "method": ("value_iteration", "q_learning"),
         }
         check_choices(self, choices)
-        least = dict.fromkeys(("batches", "episodes_per_batch", "horizon_steps", "q_learning_steps"), 1)
-        check_at_least(self, least | {"seed": 0, "random_maps": 0})
-        for name in ("gamma", "wrong_states"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise InputError(f"--{name} {getattr(self, name)}: expected a number from 0 to 1")
-        if not 0 <= self.noise < float("inf"):
-            raise InputError(f"--noise {self.noise}: expected a number of at least 0")
 
 
 def q_columns(actions: Sequence[str]) -> tuple[str, ...]:

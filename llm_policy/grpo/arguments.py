@@ -1,13 +1,12 @@
 """Options of a training run beside TRL's, and the rules that TRL does not check or leaves to a crash in step 1."""
 
-import math
 from dataclasses import dataclass, field
 
 from trl import GRPOConfig, ModelConfig
 from trl.import_utils import is_vllm_available
 
 from llm_policy.adapters import check_adapter_options
-from llm_policy.errors import InputError, check_at_least, check_choices
+from llm_policy.errors import InputError, check_choices
 from llm_policy.grpo.diagnostics import STOP_CONDITIONS
 from llm_policy.grpo.trainer import OBJECTIVES, check_objective
 
@@ -75,24 +74,12 @@ class ScriptArguments:
             raise InputError(f"--stop_when {self.stop_when}: needs --evaluate_steps of at least 1 to see the optimum")
         if self.objective == "distillation" and not self.action_entropy_coef > 0:
             raise InputError(f"--action_entropy_coef {self.action_entropy_coef:g}: distillation needs a number above 0")
-        if not 0 < self.warm_start_threshold <= 1:
-            raise InputError(f"--warm_start_threshold {self.warm_start_threshold:g}: expected a share, above 0 up to 1")
-        if not self.warm_start_learning_rate > 0:
-            raise InputError(f"--warm_start_learning_rate {self.warm_start_learning_rate:g}: expected a number above 0")
-        if not 0 <= self.form_coef < math.inf:
-            raise InputError(f"--form_coef {self.form_coef:g}: expected a number from 0")
-        least = {"warm_start_steps": 1, "warm_start_prompts": 1, "evaluate_steps": 0, "samples_per_state": 0}
-        check_at_least(self, least)
 
 
 def check_arguments(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> None:
     """`InputError` for options that cannot be honoured, alone or together."""
     check_objective(script.objective, script.packed, training)
     check_choices(training, TRL_CHOICES)
-    counts = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "max_completion_length")
-    check_at_least(training, {"seed": 0} | dict.fromkeys(counts, 1))
-    if not training.temperature > 0:
-        raise InputError(f"--temperature {training.temperature:g}: expected a number above 0")
     if training.eval_strategy != "no":
         kind = training.eval_strategy.value
         raise InputError(f"--eval_strategy {kind}: evaluation is this script's, --evaluate_steps")

@@ -85,6 +85,7 @@ class PolicyTrainer(GRPOTrainer):
         action_entropy_coef: float = 0.0,
         form_coef: float = 0.0,
         guesses: Callable[[list[dict]], list[list[int]]] | None = None,
+        stands_on: Sequence[Path] = (),
         **kwargs,
     ) -> None:
         """See `GRPOTrainer` for the rest.
@@ -95,6 +96,7 @@ class PolicyTrainer(GRPOTrainer):
             action_entropy_coef: c in the formulas of llm_policy/grpo/expected.py.
             form_coef: weight of the form's log-odds there.
             guesses: dataset rows -> token ids of a likely completion of each (llm_policy/sampling.py).
+            stands_on: files and folders of the run that one which resumes from a checkpoint needs besides.
         """
         check_objective(objective, packed, args)
         if objective != "grpo" and (action_rewards is None or not actions):
@@ -111,6 +113,7 @@ class PolicyTrainer(GRPOTrainer):
         self.is_supervised = objective in SUPERVISED
         self.action_rewards = action_rewards
         self.guesses = guesses
+        self.stands_on = stands_on
         self._guessed_B: list[list[int]] | None = None  # for the rows that are being sampled
         self._unanimous_share = 0.0  # of the groups that were rewarded last
         self._reward_B: torch.Tensor | None = None  # of the completions that were rewarded last
@@ -316,7 +319,7 @@ class PolicyTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with written_whole(checkpoint):
+        with written_whole(checkpoint, self.stands_on):
             super()._save_checkpoint(model, trial)
 
     def log(self, logs, start_time=None):

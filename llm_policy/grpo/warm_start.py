@@ -19,12 +19,12 @@ from trl.trainer.utils import add_fused_lm_head
 
 from llm_policy import adapters
 from llm_policy.chat import Messages, Reader, reply_token_ids
+from llm_policy.checkpoints import COMPLETE_MARK, damage, written_whole
 from llm_policy.completions import parse_completion
 from llm_policy.errors import InputError
 from llm_policy.grpo.arguments import ScriptArguments
 from llm_policy.grpo.packing import pack_groups, packed_log_probabilities
 from llm_policy.hardware import give_memory_back
-from llm_policy.run_files import write_whole
 
 Lesson = tuple[Messages, Sequence[str]]
 """A prompt and well-formed replies to it that differ in their answer alone."""
@@ -48,10 +48,11 @@ def warm_started(
     Args:
         has_begun: GRPO has taken steps already, which stand on the warm start that was made then, or on none.
     """
-    if (folder / REPORT_FILE).exists():
+    if (folder / COMPLETE_MARK).exists():
+        if wrong := damage(folder):
+            raise InputError(f"{wrong}, and the run stands on it; choose another --output_dir, or delete this run")
         print("warm start: taken from the interrupted run", flush=True)
-        report = json.loads((folder / REPORT_FILE).read_text())
-        return adapters.merged(model, folder), report
+        return adapters.merged(model, folder), json.loads((folder / REPORT_FILE).read_text())
     if script.warm_start == "always" and has_begun:
         raise InputError(f"{folder}: is gone, and the checkpoints stand on it; choose another --output_dir")
     if script.warm_start == "never" or has_begun or not lessons:  # steps without a warm start: none was needed
@@ -77,8 +78,9 @@ def warm_started(
     )
     if should_stop():
         return model, report
-    student.save_pretrained(folder)
-    write_whole(folder / REPORT_FILE, json.dumps(report) + "\n")
+    with written_whole(folder):
+        student.save_pretrained(folder)
+        (folder / REPORT_FILE).write_text(json.dumps(report) + "\n")
     return adapters.merged(student.unload(), folder), report
 
 

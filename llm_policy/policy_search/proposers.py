@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llm_policy.chat import Messages, fit_to_template, prompt_token_ids, sampling_config
-from llm_policy.errors import InputError, check_at_least, check_choices
+from llm_policy.errors import InputError, check_choices
 from llm_policy.models import DTYPES, EMBEDDED_MODEL, load_model, load_tokenizer
 from llm_policy.policy_search.answer_log import read_log
 from llm_policy.policy_search.parameters import Parameters, PolicySpace, SearchProblem
@@ -66,13 +66,8 @@ class ProposerSettings:
 
     def __post_init__(self) -> None:
         check_choices(self, {"proposer": PROPOSERS, "dtype": DTYPES})
-        check_at_least(self, {"endpoint_retries": 0, "context_tokens": 1, "max_completion_tokens": 1})
         if self.proposer == "local" and self.constrained and not self.answer_prefix:
             raise InputError("--constrained true: needs an --answer_prefix")
-        if self.temperature < 0:
-            raise InputError(f"--temperature {self.temperature}: expected at least 0")
-        if self.endpoint_timeout_seconds <= 0:
-            raise InputError(f"--endpoint_timeout_seconds {self.endpoint_timeout_seconds}: expected more than 0")
         needed = {"endpoint": "model_name", "recorded": "answers"}.get(self.proposer)
         if needed and not getattr(self, needed):
             raise InputError(f"--proposer {self.proposer}: needs --{needed}")

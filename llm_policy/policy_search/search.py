@@ -24,7 +24,7 @@ import numpy as np
 from llm_policy.chat import Messages
 from llm_policy.environments.gym_env import GymEnvironment
 from llm_policy.environments.mdp import optimal_return
-from llm_policy.errors import InputError, check_at_least, check_choices
+from llm_policy.errors import InputError, check_choices
 from llm_policy.policy_search.answer_log import AnswerLog
 from llm_policy.policy_search.parameters import AnswerError, Parameters, PolicySpace, SearchProblem
 from llm_policy.policy_search.prompts import HISTORY, corrected_messages, search_messages, tried_text
@@ -61,16 +61,6 @@ class SearchSettings:
         check_choices(self, {"history": HISTORY})
         if self.optimum_hint not in OPTIMUM_HINTS and not _is_number(self.optimum_hint):
             raise InputError(f"--optimum_hint {self.optimum_hint!r}: expected {', '.join(OPTIMUM_HINTS)} or a number")
-        least = {
-            "iterations": 1,
-            "episodes": 1,
-            "warm_up": 0,
-            "retries": 0,
-            "history_best": 0,
-            "history_recent": 0,
-            "seed": 0,
-        }
-        check_at_least(self, least)
 
 
 def _is_number(text: str) -> bool:
