@@ -22,13 +22,13 @@ from transformers import set_seed
 
 from llm_policy.chat import Reader, check_prompt
 from llm_policy.command_line import parse_arguments
-from llm_policy.environments.judge import BASELINES, is_baseline
+from llm_policy.environments.judge import BASELINES, PICTURE_FILE, is_baseline
 from llm_policy.errors import InputError, run_script
 from llm_policy.grpo.lifecycle import WARM_START_FOLDER
 from llm_policy.hardware import take_granted_threads
 from llm_policy.models import context_tokens, load_model, load_tokenizer
 from llm_policy.number_format import faster_format
-from llm_policy.run_files import run_settings
+from llm_policy.run_files import EVALUATION_FILE, check_output_dir, only_process_in, run_settings
 from tasks import TASKS, Judge, task_module
 
 OVERRIDES = ("map", "is_slippery", "observation", "horizon_steps")  # options that stand above what run.json says
@@ -124,6 +124,9 @@ def model_answers(name: str, settings: dict, arguments: EvaluationArguments, sha
 
 def main(argv: Sequence[str] | None = None) -> int:
     (arguments,), _ = parse_arguments(argv, (EvaluationArguments,), description=__doc__)
+    output_dir = None if arguments.output_dir is None else Path(arguments.output_dir)
+    if output_dir:
+        check_output_dir(output_dir, resumes=False, own=(EVALUATION_FILE, PICTURE_FILE))
     set_seed(arguments.seed)
     if threads := take_granted_threads():
         print(threads)
@@ -142,9 +145,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # Beside each other
     comparison = judge.compare(answers_of)
-    if arguments.output_dir:
-        comparison.save(Path(arguments.output_dir))
-        print(f"saved {arguments.output_dir}/evaluation.json and policy.png")
+    if output_dir:
+        with only_process_in(output_dir):
+            comparison.save(output_dir)
+        print(f"saved {output_dir}/{EVALUATION_FILE} and {PICTURE_FILE}")
     return 0
 
 

@@ -27,7 +27,7 @@ import torch
 
 from llm_policy.command_line import parse_arguments
 from llm_policy.environments.gym_env import GymEnvironment
-from llm_policy.errors import InputError, check_choices, run_script, writing
+from llm_policy.errors import EXIT_INTERRUPTED, InputError, check_choices, run_script, writing
 from llm_policy.hardware import device_text, take_granted_threads
 from llm_policy.number_format import begun_with, faster_format
 from llm_policy.plots import curves_figure
@@ -54,14 +54,15 @@ from llm_policy.policy_search.proposers import (
     make_proposer,
 )
 from llm_policy.policy_search.search import SearchSettings, Step, search, told_optimum
+from llm_policy.reading import read_text
 from llm_policy.run_files import (
     CONFIG_FILE,
     EVALUATION_FILE,
-    EXIT_INTERRUPTED,
     RESULT_FILE,
     RUN_FILE,
     check_output_dir,
     check_same_run,
+    finished_text,
     only_process_in,
     write_run_files,
     write_whole,
@@ -69,6 +70,7 @@ from llm_policy.run_files import (
 from llm_policy.tables import show
 
 LOG_FILE, CURVE_FILE = "answers.jsonl", "curve.png"
+LARGEST_DESCRIPTION = 1_000_000  # bytes
 RESUMES = ("auto", "never")
 # What may differ when a run is resumed: where things are, and how patiently an endpoint is asked.
 FREE_TO_CHANGE = {"output_dir", "resume", "base_url", "endpoint_retries", "endpoint_timeout_seconds"}
@@ -145,8 +147,8 @@ def description_of(environment: GymEnvironment, script: ScriptArguments, setting
     if script.description_file is None:
         return environment_description(environment)
     try:
-        return Path(script.description_file).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(script.description_file, most=LARGEST_DESCRIPTION).strip()
+    except (OSError, ValueError) as error:
         raise InputError(f"--description_file {script.description_file}: cannot be read ({error})") from error
 
 
@@ -293,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, config = read_arguments(argv)
     folder = Path(str(arguments[0].output_dir))
     if is_finished(folder, arguments):
-        print(f"{folder} holds a finished run:\n{(folder / RESULT_FILE).read_text()}", end="")
+        print(finished_text(folder), end="")
         return 0
     try:
         with only_process_in(folder):

@@ -115,10 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if training.resume_from_checkpoint:
         may_differ = rules.SHOWN_OTHERWISE if is_finished else (*rules.SHOWN_OTHERWISE, *rules.LENGTH)
         run_files.check_same_run(output_dir, options.groups, may_differ)
-    if is_finished:
-        print(f"{output_dir} holds a finished run:\n{(output_dir / run_files.RESULT_FILE).read_text()}", end="")
-        return 0
     run_files.check_output_dir(output_dir, resumes=training.resume_from_checkpoint is not None)
+    if is_finished:
+        print(run_files.finished_text(output_dir), end="")
+        return 0
     with run_files.only_process_in(output_dir):
         return train(options)
 
@@ -180,7 +180,7 @@ def train(options: Options) -> int:
         reward_lines,
     )  # fmt: skip
     metrics = MetricsFile(output_dir / run_files.METRICS_FILE, task.shown, script.stop_when != "never")
-    for callback in (diagnostics, stop, metrics):
+    for callback in (diagnostics, stop, metrics, lifecycle.StopAtNonFinite()):
         trainer.add_callback(callback)
     lifecycle.train_or_restore(trainer, diagnostics, metrics, resume)
     steps, is_saved = trainer.state.global_step, lifecycle.last_step_is_saved(trainer)

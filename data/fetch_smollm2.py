@@ -27,6 +27,8 @@ from filelock import FileLock
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as `python data/fetch_smollm2.py`, Python looks only in data/
 
+from safetensors import SafetensorError, safe_open  # noqa: E402
+
 from llm_policy.command_line import parse_arguments  # noqa: E402
 from llm_policy.errors import InputError, check_choices, run_script  # noqa: E402
 
@@ -51,7 +53,13 @@ class SourceUnavailable(Exception):
 
 def is_complete(folder: Path) -> bool:
     """Whether `folder` holds a model that loads: a copy made by hand counts as much as a fetched one."""
-    return all((folder / name).is_file() for name in REQUIRED_FILES)
+    if not all((folder / name).is_file() and (folder / name).stat().st_size for name in REQUIRED_FILES):
+        return False
+    try:
+        with safe_open(folder / "model.safetensors", "np") as weights:
+            return bool(weights.keys())
+    except SafetensorError:  # cut, or something else
+        return False
 
 
 def say(text: str) -> None:

@@ -13,11 +13,11 @@ from enum import Enum
 from pathlib import Path
 from typing import Union, get_args, get_origin, get_type_hints
 
-import yaml
 from trl import TrlParser
 
 from llm_policy.errors import InputError
 from llm_policy.ranges import check_ranges
+from llm_policy.reading import read_yaml
 from llm_policy.run_files import ROOT
 
 HELP, HELP_ALL = {"-h", "--help"}, {"--help_all", "--help-all"}
@@ -143,8 +143,8 @@ def read_option(argv: Sequence[str] | None, name: str, default: str, default_con
     value = default
     if config and Path(config).is_file():
         try:
-            values = yaml.safe_load(Path(config).read_text())
-        except (ValueError, OSError, yaml.YAMLError):
+            values = read_yaml(config)
+        except (ValueError, OSError):
             values = None  # parse_arguments says what is wrong with it
         value = str(values.get(name, default)) if isinstance(values, dict) else default
     for i, argument in enumerate(rest):
@@ -160,10 +160,10 @@ def read_config(config: str, groups: Sequence[type], own: Sequence[type]) -> dic
     argparse converts, or refuses, what stands there as text, and takes everything else as it is.
     """
     try:
-        values = yaml.safe_load(Path(config).read_text())
+        values = read_yaml(config)
     except FileNotFoundError as error:
         raise InputError(f"--config {config}: no such file; configs/ holds the ones that come with this") from error
-    except (ValueError, OSError, yaml.YAMLError) as error:
+    except (ValueError, OSError) as error:
         raise InputError(f"--config {config}: cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
         raise InputError(f"--config {config} must contain a YAML mapping, one `option: value` per line")

@@ -1,5 +1,8 @@
 """One kind of error for what a user gave: a line with the file, the value and the remedy, and exit code 2."""
 
+import errno
+import io
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -8,6 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 EXIT_INPUT_ERROR = 2
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 # What a disk that refuses says, through torch and safetensors, too
 DISK_WORDS = (
     "No space left", "Disk quota exceeded", "Read-only file system", "PytorchStreamWriter failed writing",
@@ -18,6 +22,9 @@ WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # torch and safetensors
 
 class InputError(Exception):
     """What the user gave cannot be used. The message is one line: where, what was found, what was expected."""
+
+    def __init__(self, message: object) -> None:
+        super().__init__(" ".join(str(message).splitlines()))
 
 
 def check_choices(arguments: object, choices: Mapping[str, Collection[str]]) -> None:
@@ -55,9 +62,26 @@ def disk_errors(remedy: str) -> Iterator[None]:
 
 
 def run_script(main: Callable[[], int | None]) -> None:
-    """Run a script's `main` and exit: its return value as exit code, an `InputError` as one line and code 2."""
+    """Run a script's `main` and exit: its return value as exit code, an `InputError` as one line and code 2.
+
+    Ctrl-C where nothing else takes it is one line and `EXIT_INTERRUPTED`; so is standard output that takes no more
+    (`| head`, a full disk), with code 2.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a letter of a path
     try:
-        sys.exit(main())
+        code = main()
+        sys.stdout.flush()
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(EXIT_INPUT_ERROR)
+        code = EXIT_INPUT_ERROR
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = EXIT_INTERRUPTED
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
+            raise
+        print(f"error: standard output takes no more ({error.strerror})", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer goes nowhere
+        code = EXIT_INPUT_ERROR
+    sys.exit(code)

@@ -11,10 +11,10 @@ from functools import cache, partial
 from pathlib import Path
 
 import torch
-import yaml
 from torch.nn.functional import linear
 
 from llm_policy.command_line import asks_for_help, read_option
+from llm_policy.reading import read_yaml
 from llm_policy.run_files import CONFIG_FILE
 
 FORMATS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -103,6 +103,6 @@ def number_format(argv: Sequence[str], default_config: Path | None) -> tuple[lis
 def begun_with(output_dir: Path) -> str | None:
     """The format of the run in this folder; None where there is none."""
     try:
-        return str(dict(yaml.safe_load((output_dir / CONFIG_FILE).read_text()) or {}).get("dtype", DEFAULT))
-    except (OSError, ValueError, yaml.YAMLError):
+        return str(dict(read_yaml(output_dir / CONFIG_FILE) or {}).get("dtype", DEFAULT))
+    except (OSError, ValueError, TypeError):
         return None  # no run, or one that check_same_run refuses

@@ -15,15 +15,17 @@ from pathlib import Path
 
 import yaml
 from filelock import FileLock, Timeout
-from pydantic import TypeAdapter
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from llm_policy.errors import InputError, writing
+from llm_policy.reading import read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 CONFIG_FILE, RUN_FILE, METRICS_FILE = "resolved_config.yaml", "run.json", "metrics.jsonl"
 EVALUATION_FILE, RESULT_FILE = "evaluation.json", "result.txt"
+HANDED_OVER = {"untrained.json", "minutes.txt"}  # by results/run.py, before a run has files of its own
 DERIVED = {"generation_batch_size"}  # fields that a dataclass computes from others and does not take back
+OTHER_RUN = "name another folder, or delete the file and train again"
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "gymnasium", "numpy", "pandas")
 
 
@@ -75,15 +77,37 @@ def only_process_in(output_dir: Path) -> Iterator[None]:
             output_dir.rmdir()
 
 
-def check_output_dir(output_dir: Path, resumes: bool) -> None:
-    """`InputError` for a file, and for a folder that holds a run where none is to be resumed."""
-    if output_dir.exists() and not output_dir.is_dir():
+def check_output_dir(output_dir: Path, resumes: bool, own: Collection[str] = ()) -> None:
+    """The gate before any script writes to a folder: nothing is overwritten but what the script itself has written.
+
+    `InputError` for a file, for a folder that holds a run where none is to be resumed, and for one that holds something
+    else: a model, another run's checkpoint, files of the user's own.
+
+    Args:
+        own: the files of a script that makes no run, which it may write again.
+    """
+    if not output_dir.exists():
+        return
+    if not output_dir.is_dir():
         raise InputError(f"--output_dir {output_dir}: is a file; name a folder")
-    if not resumes and ((output_dir / CONFIG_FILE).exists() or any(output_dir.glob("checkpoint-*"))):
-        raise InputError(
-            f"--output_dir {output_dir}: holds another run; choose another folder, delete it, "
-            "or resume it with --resume_from_checkpoint auto"
-        )
+    names = {path.name for path in output_dir.iterdir()}
+    if not resumes and (CONFIG_FILE in names or any(output_dir.glob("checkpoint-*"))):
+        resume = "" if own else ", delete it, or resume it with --resume_from_checkpoint auto"
+        raise InputError(f"--output_dir {output_dir}: holds another run; choose another folder{resume}")
+    # A lock, or what a killed process was writing
+    strange = names - {*own, *HANDED_OVER}
+    others = sorted(name for name in strange if not name.startswith(".") and not name.endswith(".partial"))
+    if others and CONFIG_FILE not in names:
+        raise InputError(f"--output_dir {output_dir}: holds {others[0]}, but no run; name a new or an empty folder")
+
+
+def finished_text(output_dir: Path) -> str:
+    """What a finished run printed at its end; `InputError` where that is gone."""
+    try:
+        return f"{output_dir} holds a finished run:\n{(output_dir / RESULT_FILE).read_text()}"
+    except (OSError, ValueError) as error:
+        remedy = f"delete {EVALUATION_FILE} there to judge it again"
+        raise InputError(f"{output_dir / RESULT_FILE}: cannot be read ({error}); {remedy}") from error
 
 
 def check_same_run(output_dir: Path, groups: Sequence, may_differ: Collection[str]) -> None:
@@ -94,8 +118,8 @@ def check_same_run(output_dir: Path, groups: Sequence, may_differ: Collection[st
             raise InputError(f"{file}: is gone, so that the run there cannot be resumed; choose another folder")
         return
     try:
-        begun = TypeAdapter(dict[str, object]).validate_python(yaml.safe_load(file.read_text()))
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        begun = TypeAdapter(dict[str, object]).validate_python(read_yaml(file))
+    except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read ({' '.join(str(error).split())}); choose another folder") from error
     now = resolved_config(*groups)  # both without what has its default
     for name in sorted({*begun, *now} - set(may_differ)):
@@ -133,7 +157,7 @@ def write_run_files(
         }
         file = output_dir / RUN_FILE
         if file.exists():
-            run = {**settings, **json.loads(file.read_text())}
+            run = {**settings, **run_settings(output_dir)}
             run["resumed"] = [*run.get("resumed", []), part]
         else:
             run = part | {
@@ -146,12 +170,37 @@ def write_run_files(
         write_whole(file, json.dumps(run, indent=1) + "\n")
 
 
+class RunSettings(BaseModel, strict=True, extra="allow"):
+    """What scripts read in run.json, if it is there; tasks add what is theirs."""
+
+    command: str = ""
+    commit: str = ""
+    date: str = ""
+    device: str = ""
+    seed: NonNegativeInt = 0
+    task: str = ""
+    maps: list[str] = Field(default=[""], min_length=1)
+    is_slippery: bool = True
+    observation: str = ""
+    horizon_steps: PositiveInt | None = None
+    max_completion_length: PositiveInt = 1
+    dtype: str = ""
+    on_adapter: bool = False
+    resumed: list[dict[str, str]] = []
+
+
 def run_settings(name: str | Path) -> dict:
-    """What run.json in the folder `name` says; nothing for what is no run's folder."""
+    """What run.json in the folder `name` says; nothing for what is no run's folder. `InputError` for a damaged one."""
     path = Path(name) / RUN_FILE
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_bytes())
+        RunSettings.model_validate(found)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InputError(f"{path}: {where} {first['input']!r:.80}: {first['msg']}; {OTHER_RUN}") from error
     except ValueError as error:
-        raise InputError(f"{path}: is no JSON ({error}); judge another folder, or train again") from error
+        raise InputError(f"{path}: is no JSON ({error}); {OTHER_RUN}") from error
+    return found

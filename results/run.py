@@ -154,13 +154,15 @@ def with_kept_seeds(command: Command, command_file: Path) -> Command:
 
 
 def run_to_its_end(command: Sequence[str]) -> int:
-    """The exit code of `command`. SIGTERM is handed on, so that the run writes its checkpoint and leaves."""
-    child = subprocess.Popen(command, cwd=ROOT)
-    before = signal.signal(signal.SIGTERM, lambda *_: child.send_signal(signal.SIGTERM))
+    """The exit code of `command`. Signals are handed on, so that the run writes its checkpoint and leaves."""
+    child = subprocess.Popen(command, cwd=ROOT, start_new_session=True)  # or a Ctrl-C would reach it twice
+    handed_on = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda number, _: child.send_signal(number)) for number in handed_on}
     try:
         return child.wait()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def timed_run(command: Sequence[str], run: Path) -> int:

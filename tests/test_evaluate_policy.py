@@ -178,7 +178,7 @@ BAD_INPUT = [
     (["--policies", "{tmp}/model", "--dtype", "int3"], "'int3'"),
     (["--policies", "{tmp}/model", "--observation", "pixels"], "--observation 'pixels'"),
     (["--policies", "{tmp}/model", "--max_completion_length", "500"], "context of 512 tokens"),
-    (["--policies", "random", "--output_dir", "{tmp}/file.txt"], "--output_dir {tmp}/file.txt: cannot be written"),
+    (["--policies", "random", "--output_dir", "{tmp}/file.txt"], "--output_dir {tmp}/file.txt: is a file"),
     (["--policies", "random", "--output_dir", "/proc/no"], "--output_dir /proc/no: cannot be written"),
 ]
 

@@ -30,9 +30,9 @@ import llm_policy.grpo.warm_start
 import tasks.tabular
 import train_script
 from llm_policy.checkpoints import checkpoint_to_resume_from, latest_checkpoint
-from llm_policy.errors import DISK_WORDS, EXIT_INPUT_ERROR, InputError, run_script
+from llm_policy.errors import DISK_WORDS, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, InputError, run_script
 from llm_policy.grpo.diagnostics import MetricsFile
-from llm_policy.run_files import EXIT_INTERRUPTED, ROOT
+from llm_policy.run_files import ROOT
 from tasks.tabular import TableJudge
 
 KILLED = -signal.SIGKILL
@@ -298,6 +298,7 @@ def test_many_kills_in_one_run(never_interrupted, answering_llama, tmp_path):
 SIGNALS = [
     # setting, signal, optimiser step in which it comes, checkpoint that it leaves
     ("plain", signal.SIGTERM, 2 + 1, 1),
+    ("plain", signal.SIGINT, 2 + 1, 1),
     ("plain", signal.SIGUSR1, 2 + 3, 3),
     # In the first of two steps on the same completions: the checkpoint waits for the second
     ("reused", signal.SIGUSR1, 2 + 1, 2),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings, strategies
 from trl import GRPOConfig, ModelConfig
 
 import tasks.frozen_lake
@@ -18,6 +19,7 @@ from llm_policy.run_files import (
     CONFIG_FILE,
     ROOT,
     RUN_FILE,
+    RunSettings,
     check_output_dir,
     check_same_run,
     only_process_in,
@@ -38,6 +40,11 @@ class Small:
     seed: int = 0
     names: list[str] = field(default_factory=list)
     output_dir: str = "out"
+
+
+JSON_VALUES = (
+    strategies.none() | strategies.booleans() | strategies.integers() | strategies.floats() | strategies.text()
+)
 
 
 @pytest.fixture
@@ -123,8 +130,61 @@ def test_settings_of_what_is_no_run(tmp_path):
     assert run_settings(tmp_path) == {}
     assert run_settings("google/gemma-2b-it") == {}
     (tmp_path / RUN_FILE).write_text(json.dumps({"seed": 1})[:-1])
-    with pytest.raises(InputError, match=f"^{tmp_path / RUN_FILE}: is no JSON .*; judge another folder, or train"):
+    with pytest.raises(InputError, match=f"^{tmp_path / RUN_FILE}: is no JSON .*; name another folder, or delete"):
         run_settings(tmp_path)
+
+
+WRONG_TYPES = {
+    "task": [3, None, ["taxi"]],
+    "maps": ["SFFF", [], [3], {}, None],
+    "is_slippery": ["false", 0, None],
+    "seed": [-1, "0"],
+    "horizon_steps": [0, -5, "100", 2.5],
+    "max_completion_length": [0, "32", None],
+    "observation": [1],
+    "dtype": [16],
+    "on_adapter": ["yes", 1],
+    "resumed": [{}, ["x"]],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG_TYPES.items() for value in values])
+def test_a_run_file_of_wrong_types_is_one_line(name, value, tmp_path):
+    """ "false" was judged as slippery."""
+    (tmp_path / RUN_FILE).write_text(json.dumps({"seed": 0, name: value}))
+    with pytest.raises(InputError, match=rf"^{tmp_path / RUN_FILE}: {name}\S* .*; name another folder") as caught:
+        run_settings(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+RUN_FILES = strategies.dictionaries(
+    strategies.sampled_from(sorted(RunSettings.model_fields)) | strategies.text(),
+    JSON_VALUES | strategies.lists(JSON_VALUES) | strategies.dictionaries(strategies.text(), JSON_VALUES),
+)
+
+
+@settings(max_examples=300, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=strategies.text() | RUN_FILES.map(json.dumps) | JSON_VALUES.map(json.dumps))
+def test_whatever_a_run_file_holds_it_is_read_or_refused_in_one_line(text, tmp_path):
+    (tmp_path / RUN_FILE).write_bytes(text.encode(errors="surrogatepass"))
+    try:
+        found = run_settings(tmp_path)
+    except InputError as error:
+        found, line = None, str(error)
+    assert isinstance(found, dict) if found is not None else "\n" not in line
+
+
+@settings(max_examples=300, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=strategies.text() | strategies.dictionaries(strategies.text(), JSON_VALUES).map(json.dumps))
+def test_whatever_a_configuration_holds_it_is_the_same_run_or_refused_in_one_line(text, tmp_path):
+    (tmp_path / CONFIG_FILE).write_bytes(text.encode(errors="surrogatepass"))
+    line = ""
+    try:
+        check_same_run(tmp_path, [Small(seed=3)], ())
+    except InputError as error:
+        line = str(error)
+    assert line.startswith((str(tmp_path), "--"))
+    assert "\n" not in line
 
 
 # Who may write in a folder -----------------------------------------------------------------------------------------
@@ -165,13 +225,36 @@ def test_a_folder_with_another_run_is_not_written_to(tmp_path):
     check_output_dir(tmp_path / "nothing", resumes=False)
     for trace in (tmp_path / "one" / CONFIG_FILE, tmp_path / "two" / "checkpoint-5"):
         trace.mkdir(parents=True)
-        check_output_dir(trace.parent, resumes=True)
+        if trace.name == CONFIG_FILE:
+            check_output_dir(trace.parent, resumes=True)
         with pytest.raises(InputError, match=f"^--output_dir {trace.parent}: holds another run; choose another folder"):
             check_output_dir(trace.parent, resumes=False)
     (tmp_path / "file").touch()
     for resumes in (False, True):
         with pytest.raises(InputError, match=f"^--output_dir {tmp_path / 'file'}: is a file; name a folder"):
             check_output_dir(tmp_path / "file", resumes)
+
+
+FOREIGN = ["config.json", "run.json", "trainer_state.json", "result.txt", "my notes.txt", "adapter_model.safetensors"]
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_folder_with_files_of_others_is_not_written_to(name, resumes, tmp_path):
+    (tmp_path / ".lock").touch()
+    (tmp_path / "resolved_config.partial").touch()
+    check_output_dir(tmp_path, resumes)
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(InputError, match=f"^--output_dir {tmp_path}: holds {name}, but no run; name a new or an empty"):
+        check_output_dir(tmp_path, resumes)
+
+
+def test_an_evaluation_replaces_its_own_files_and_no_runs(tmp_path):
+    (tmp_path / "evaluation.json").touch()
+    check_output_dir(tmp_path, False, own=("evaluation.json", "policy.png"))
+    (tmp_path / CONFIG_FILE).touch()
+    with pytest.raises(InputError, match=r"holds another run; choose another folder$"):
+        check_output_dir(tmp_path, False, own=("evaluation.json", "policy.png"))
 
 
 SAME_RUN = [

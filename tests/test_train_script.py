@@ -22,9 +22,11 @@ import evaluate_policy
 import tasks.frozen_lake
 import train_script
 from llm_policy.chat import prompt_token_ids
+from llm_policy.checkpoints import latest_checkpoint
 from llm_policy.environments.expert_q import ExpertOptions, write_expert_csv
 from llm_policy.errors import InputError, run_script
 from llm_policy.grpo.lifecycle import GRPO_FOLDER, WARM_START_FOLDER
+from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.models import load_model, load_tokenizer
 from llm_policy.run_files import ROOT, only_process_in
 from tasks.tabular import TableJudge
@@ -191,6 +193,32 @@ def test_evaluation(finished_run):
     with Image.open(out / "policy.png") as picture:
         picture.load()
         assert picture.width > picture.height > 300
+
+
+@pytest.mark.parametrize("what", ["gradient", "weight"])
+def test_training_stops_at_the_first_value_that_is_no_number(what, taught, tmp_path, monkeypatch):
+    out, steps, step = tmp_path / "out", [], torch.optim.AdamW.step
+    loss = PolicyTrainer._compute_loss
+
+    def spoilt_loss(*arguments):
+        steps.append(0)
+        return loss(*arguments) * (math.nan if len(steps) == 2 else 1.0)
+
+    def spoilt_step(optimizer, *arguments):
+        step(optimizer, *arguments)
+        steps.append(0)
+        if len(steps) == 2:
+            optimizer.param_groups[0]["params"][0].data[0] = math.inf
+
+    if what == "gradient":
+        monkeypatch.setattr(PolicyTrainer, "_compute_loss", spoilt_loss)
+    else:
+        monkeypatch.setattr(torch.optim.AdamW, "step", spoilt_step)
+    more = ("--save_steps", "1", "--max_steps", "3", "--evaluate_steps", "0", "--warm_start", "never")
+    with pytest.raises(InputError, match=rf"^step 2: the {what} of \S+ is no number .*checkpoints stay"):
+        main(small_run(taught("llama"), out, *more))
+    assert latest_checkpoint(out).name == "checkpoint-1"
+    assert not (out / "evaluation.json").exists()
 
 
 @pytest.mark.parametrize("objective", ["cloning", "distillation"])

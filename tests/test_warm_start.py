@@ -134,6 +134,13 @@ def test_the_fused_head_is_removed_where_a_step_fails(monkeypatch):
     assert "forward" not in vars(model.get_base_model())
 
 
+def test_it_ends_in_one_line_where_the_loss_is_no_number():
+    with pytest.raises(
+        InputError, match=r"^warm start, step 2: the loss is no number; lower --warm_start_learning_rate"
+    ):
+        taught(learning_rate=1e30)
+
+
 def test_it_ends_at_the_threshold_at_its_limit_or_when_asked(monkeypatch):
     validities = iter([0.2, 0.95, 0.0])
     monkeypatch.setattr(warm_start, "sampled_format_validity", lambda *_: next(validities))

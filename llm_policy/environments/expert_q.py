@@ -36,6 +36,7 @@ from llm_policy.environments.mdp import greedy_policy, optimal_actions, optimal_
 from llm_policy.environments.table_environment import TableEnvironment
 from llm_policy.environments.toy_text import ENVIRONMENTS
 from llm_policy.errors import InputError, check_choices, run_script, writing
+from llm_policy.reading import check_regular
 
 Q_DECIMALS = 10
 # Step sizes 1 / (1 + n/100) at visit n: the rescaled linear ones of Wainwright (2019), 1 / (1 + (1-gamma) n), for gamma
@@ -209,6 +210,8 @@ def expert_rows(
 def write_expert_csv(options: ExpertOptions, progress: bool = False) -> Path:
     """Make the CSV that the options describe; InputError before any work if the file may not be replaced."""
     path = Path(options.output)
+    if path.exists() and path.resolve() == Path(options.map).resolve():
+        raise InputError(f"--output {path}: is the map itself; name another file")
     if path.is_dir() or (path.exists() and not options.overwrite):
         raise InputError(f"{path}: is there already and is left as it is; expected a new --output, or --overwrite true")
     if not path.parent.is_dir():
@@ -330,6 +333,7 @@ def read_expert_csv(path: str | Path, kind: type[TableEnvironment] = FrozenLake,
 def _read_columns(path: str | Path, required: Sequence[str], env_id: str) -> tuple[dict[str, list[str]], list[int]]:
     """The texts of the columns that matter, and the line on which each row begins, as an editor counts."""
     try:
+        check_regular(path)
         with open(path, encoding="utf-8-sig", newline="") as file:
             reader = csv.reader(file, strict=True)
             header = [name.strip() for name in next(reader, [])]
@@ -357,8 +361,9 @@ def _read_columns(path: str | Path, required: Sequence[str], env_id: str) -> tup
         raise InputError(f"{path}: byte {error.start} is not UTF-8; expected a CSV file saved as UTF-8") from None
     except csv.Error as error:
         raise InputError(f"{path}: line {reader.line_num}: no CSV ({error}); expected comma-separated values") from None
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); expected a CSV file") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"{path}: cannot be read ({reason}); expected a CSV file") from None
     if not lines:
         raise InputError(f"{path}: has a header and no rows, expected one row per step")
     return columns, lines

@@ -20,6 +20,7 @@ from gymnasium.envs.toy_text.frozen_lake import MAPS, generate_random_map
 from llm_policy.environments.mdp import MDP
 from llm_policy.environments.table_environment import Drawing
 from llm_policy.errors import InputError
+from llm_policy.reading import read_text
 
 ACTIONS = ("LEFT", "DOWN", "RIGHT", "UP")
 MOVES = ((0, -1), (1, 0), (0, 1), (-1, 0))  # (row, column) steps in the order of ACTIONS
@@ -28,6 +29,7 @@ Grid = tuple[str, ...]
 Cell = tuple[int, int]  # row, column
 Arrows = dict[int, tuple[int, int]]
 
+MOST_CELLS = 64 * 64  # a value function's equations are a dense matrix of cells x cells
 AGENT = "A"
 ANSI_AGENT = re.compile(r"\x1b\[41m(.)\x1b\[0m")
 ANSI_HEADER = re.compile(r"\A\s*\((?:Left|Down|Right|Up)\)\s*[\n|]", re.IGNORECASE)
@@ -46,12 +48,14 @@ def grid_of(text: str) -> Grid:
 def check_grid(grid: Sequence[str], where: str = "map") -> Grid:
     """The grid as a tuple of rows.
 
-    InputError, beginning with `where`: fewer than 2 cells, ragged rows, an unknown letter, no start, no goal,
-    no way from a start to a goal.
+    InputError, beginning with `where`: fewer than 2 cells or more than `MOST_CELLS`, ragged rows, an unknown letter,
+    no start, no goal, no way from a start to a goal.
     """
     rows = tuple(grid)
     if not rows or sum(map(len, rows)) < 2:
         raise InputError(f"{where}: {grid_text(rows)!r} is too small, expected at least 2 cells")
+    if (cells := sum(map(len, rows))) > MOST_CELLS:
+        raise InputError(f"{where}: {cells} cells, expected at most {MOST_CELLS}: exact solutions take their square")
     for number, row in enumerate(rows, start=1):
         if len(row) != len(rows[0]):
             raise InputError(f"{where}: row {number} {row!r} has {len(row)} cells, expected {len(rows[0])} as in row 1")
@@ -89,11 +93,11 @@ def read_grid(name_or_path: str | Path) -> Grid:
     if str(name_or_path) in CANONICAL_GRIDS:
         return CANONICAL_GRIDS[str(name_or_path)]
     try:
-        text = Path(name_or_path).read_text(encoding="utf-8-sig")
+        text = read_text(name_or_path, encoding="utf-8-sig")
     except FileNotFoundError:
         names = ", ".join(CANONICAL_GRIDS)
         raise InputError(f"map {name_or_path}: no such file, expected {names} or the path of a text file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"map {name_or_path}: cannot be read as UTF-8 text ({error})") from None
     return check_grid([row.strip() for row in text.strip().splitlines()], where=f"map {name_or_path}")
 

@@ -1,6 +1,7 @@
 """What a training run says about itself: how good it is while it learns, whether it collapsed, a resumable log."""
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -188,7 +189,8 @@ class MetricsFile(TrainerCallback):
         """Leave out what stands behind the checkpoint that a run resumes from."""
         kept = []
         if self.path.exists():
-            kept = [line for line in self.path.read_text().splitlines() if self._step(line) <= state.global_step]
+            lines = self.path.read_text(errors="replace").splitlines()
+            kept = [line for line in lines if self._step(line) <= state.global_step]
         if kept:
             self.seconds_before = json.loads(kept[-1])["seconds"]
         write_whole(self.path, "".join(f"{line}\n" for line in kept))
@@ -196,9 +198,10 @@ class MetricsFile(TrainerCallback):
     @staticmethod
     def _step(line: str) -> float:
         try:
-            return json.loads(line)["step"]
-        except json.JSONDecodeError:  # cut off by a kill
-            return float("inf")
+            record = json.loads(line)
+            return float(record["step"]) if "seconds" in record else math.inf
+        except (ValueError, TypeError, KeyError):  # cut off by a kill
+            return math.inf
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not logs or "train_runtime" in logs:

@@ -4,6 +4,7 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -11,21 +12,21 @@ from trl import GRPOConfig, ModelConfig
 
 from llm_policy.adapters import joined, loading_options
 from llm_policy.checkpoints import COMPLETE_MARK
+from llm_policy.errors import EXIT_INTERRUPTED, InputError
 from llm_policy.grpo.diagnostics import MetricsFile, PolicyDiagnostics
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.hardware import give_memory_back
 from llm_policy.models import load_model
-from llm_policy.run_files import EXIT_INTERRUPTED
 
 RESUME = "--resume_from_checkpoint auto"
 WARM_START_FOLDER, GRPO_FOLDER = "warm_start", "grpo"  # the two adapters that are joined in the end
 
 
 class StopOnSignal(TrainerCallback):
-    """SIGTERM or SIGUSR1: finish the step, write a checkpoint, leave with `EXIT_INTERRUPTED`.
+    """SIGTERM, SIGUSR1 or Ctrl-C: finish the step, write a checkpoint, leave with `EXIT_INTERRUPTED`.
 
-    Outside of the steps `leave_if_received` says where the run may leave. With `at_once` it leaves immediately, because
-    what is under way is begun again by a resumed run.
+    A second Ctrl-C does not wait. Outside of the steps `leave_if_received` says where the run may leave. With `at_once`
+    it leaves immediately, because what is under way is begun again by a resumed run.
 
     Args:
         steps_per_batch: optimiser steps on one batch of completions. These are not saved, so that a checkpoint waits
@@ -36,10 +37,12 @@ class StopOnSignal(TrainerCallback):
         self.received: str | None = None
         self.at_once = False
         self.steps_per_batch = steps_per_batch
-        for number in (signal.SIGTERM, signal.SIGUSR1):
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
             signal.signal(number, self._receive)
 
     def _receive(self, number, _frame) -> None:
+        if number == signal.SIGINT and self.received:
+            raise KeyboardInterrupt
         self.received = signal.Signals(number).name
         if self.at_once:
             self.leave_if_received(f"leaving the evaluation; {RESUME} begins it again")
@@ -55,6 +58,36 @@ class StopOnSignal(TrainerCallback):
         if self.received and state.global_step % self.steps_per_batch == 0:
             control.should_save = True
             control.should_training_stop = True
+
+
+class StopAtNonFinite(TrainerCallback):
+    """Ends the run before the first step whose gradient is no number, or after one that leaves such a weight.
+
+    Otherwise it would train to the end, save an adapter of nan, and sample nothing that says so.
+    """
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if not args.fp16:  # there the scaler looks for it, and leaves the step out
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            self.check(gradients, "gradient", state.global_step + 1)
+
+    def on_optimizer_step(self, args, state, control, model=None, **kwargs):
+        weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.check(weights, "weight", state.global_step + 1)
+
+    @staticmethod
+    @torch.no_grad()
+    def check(tensors: dict[str, torch.Tensor], what: str, step: int) -> None:
+        """`InputError` where one of the tensors holds nan or inf."""
+        if not tensors:
+            return
+        sums = torch.stack([tensor.sum(dtype=torch.float64).cpu() for tensor in tensors.values()])
+        bad = [name for name, is_finite in zip(tensors, sums.isfinite(), strict=True) if not is_finite]
+        if bad:
+            raise InputError(
+                f"step {step}: the {what} of {bad[0]} is no number (nan or inf); earlier checkpoints stay. "
+                "Lower --learning_rate, or look at the rewards (metrics.jsonl)"
+            )
 
 
 def steps_per_batch(training: GRPOConfig) -> int:

@@ -8,6 +8,7 @@ Axes: N scored tokens.
 """
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -153,6 +154,9 @@ def teach_format(
                 chunk_loss = -log_probabilities_N.float().mean() * len(chunk) / len(order)
                 chunk_loss.backward()
                 loss += chunk_loss.item()
+            if not math.isfinite(loss):
+                remedy = f"lower --warm_start_learning_rate {learning_rate:g}"
+                raise InputError(f"warm start, step {step}: the loss is no number; {remedy}")
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from llm_policy.errors import InputError, writing
+from llm_policy.reading import read_text
 
 
 class AnswerLog:
@@ -57,8 +58,8 @@ _RECORD_KEYS = {
 def read_log(path: str | Path) -> list[dict]:
     """The records of an `answers.jsonl`, without a half-written last line; `InputError` for any other file."""
     try:
-        lines = Path(path).read_text().split("\n")
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_text(path).split("\n")
+    except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read ({error}); expected the answers.jsonl of a run") from error
     records = []
     for number, line in enumerate(lines[:-1], start=1):  # after the last line break: nothing, or half a record
