@@ -178,6 +178,7 @@ def train(options: Options) -> int:
     diagnostics = PolicyDiagnostics(
         trainer, lambda model: judge.judgement(judge.answers(model)), script.evaluate_steps, script.stop_when,
         reward_lines,
+        lambda model: judge.judgement(judge.answers(model, 1)).metrics.get("percent_of_optimal", 100.0),
     )  # fmt: skip
     metrics = MetricsFile(output_dir / run_files.METRICS_FILE, task.shown, script.stop_when != "never")
     for callback in (diagnostics, stop, metrics, lifecycle.StopAtNonFinite()):

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from llm_policy.grpo.diagnostics import COLLAPSE_STEPS, Judgement, MetricsFile, PolicyDiagnostics
 
@@ -137,6 +138,25 @@ def test_stops_where_the_optimum_is_steady(optimal, step, stop_when, monkeypatch
         diagnostics.on_step_end(ARGUMENTS, SimpleNamespace(global_step=n, max_steps=1000), control)
         stops.append(control.should_training_stop)
     assert stops == [step is not None and n >= step for n in range(1, len(optimal) + 1)]
+
+
+def test_it_waits_for_the_policy_that_samples(monkeypatch):
+    """Greedily optimal from the first evaluation on, sampled from the fourth; the samples leave no trace."""
+    percents = iter([60.0, 97.9, 98.0])
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model, autocast=nullcontext)
+    trainer = SimpleNamespace(_metrics={"train": {"frac_reward_zero_std": [0.0]}}, accelerator=accelerator, model=None)
+    diagnostics = PolicyDiagnostics(
+        trainer, None, 1, "optimal", {}, lambda _: next(percents) + 0 * torch.rand(1).item()
+    )
+    monkeypatch.setattr(diagnostics, "evaluate", lambda n: Judgement({}, "", is_optimal=True))
+    stops, random_state = [], torch.get_rng_state()
+    for n in range(1, 5):
+        control = SimpleNamespace(should_training_stop=False)
+        diagnostics.on_step_end(ARGUMENTS, SimpleNamespace(global_step=n, max_steps=1000), control)
+        stops.append(control.should_training_stop)
+    assert stops == [False, False, False, True]
+    assert trainer._metrics["train"]["policy/sampled_percent_of_optimal"] == [98.0]
+    assert torch.equal(torch.get_rng_state(), random_state)
 
 
 def test_the_picture_of_an_evaluation(monkeypatch):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from matplotlib.figure import Figure
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
@@ -20,6 +21,7 @@ from llm_policy.run_files import write_whole
 STOP_CONDITIONS = ("optimal", "collapsed", "either", "never")
 COLLAPSE_STEPS = 5  # so many further steps without a single group that has variance
 DEAD_ENTROPY = 0.05  # nats: below it one action has more than 99 % of the probability
+SETTLED_PERCENT = 98.0  # of the optimum: what the policy that samples must reach before a run stops there
 STEADY_EVALUATIONS = 2  # so many in a row at the optimum: a state that is right by a hair is wrong after rounding
 
 
@@ -48,6 +50,8 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
 
     Args:
         judge: model -> how good it is.
+        sampled: model -> percent of the optimum that its sampled answers reach. `stop_when` optimal waits for it: a
+            greedy policy is optimal as soon as the best action is the likeliest.
         reward_lines: what policies that do not read the prompt would earn, logged beside the reward.
     """
 
@@ -58,12 +62,14 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         evaluate_steps: int,
         stop_when: str,
         reward_lines: Mapping[str, float],
+        sampled: Callable[[PreTrainedModel], float] | None = None,
     ) -> None:
         self.trainer = trainer
         self.judge = judge
         self.evaluate_steps = evaluate_steps
         self.stop_when = stop_when
         self.reward_lines = reward_lines
+        self.sampled = sampled
         self.unanimous_since: int | None = None
         self.evaluation_seconds = 0.0
         self.optimal_evaluations = 0  # in a row
@@ -108,7 +114,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
             judgement = self.evaluate(state.global_step)
             self.optimal_evaluations = self.optimal_evaluations + 1 if judgement.is_optimal else 0
             if self.stop_when in ("optimal", "either") and self.optimal_evaluations >= STEADY_EVALUATIONS:
-                self.has_stopped = True
+                self.has_stopped = self.has_stopped or self.is_settled()
         if self.stop_when in ("collapsed", "either") and self.has_collapsed(state.global_step):
             self.has_stopped = True
         if self.has_stopped:
@@ -141,6 +147,17 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         if writer is not None and judgement.draw is not None:
             writer.add_figure("policy", judgement.draw(f"step {step}"), step)
         return judgement
+
+    def is_settled(self) -> bool:
+        """Whether the sampled policy is nearly as good as the greedy one; leaves the random state as it is."""
+        if self.sampled is None:
+            return True
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        with self.trainer.accelerator.autocast(), torch.random.fork_rng():
+            percent = self.sampled(model)
+        self.trainer._metrics["train"]["policy/sampled_percent_of_optimal"] = [percent]
+        print(f"sampled: {percent:.1f} % of optimal ({SETTLED_PERCENT:g} to stop)", flush=True)
+        return percent >= SETTLED_PERCENT
 
     def has_collapsed(self, step: int) -> bool:
         return self.unanimous_since is not None and step - self.unanimous_since >= COLLAPSE_STEPS
