@@ -2,13 +2,15 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class StubEndpoint(ThreadingHTTPServer):
-    """Answers request i with `replies[i]`, the last one for ever: a status code, a text, or a dict as the whole body.
+    """Answers request i with `replies[i]`, the last one for ever: a status code, a text, a dict or bytes as the whole
+    body, or a number of seconds between the bytes of a body that has no end.
 
     `requests` holds the headers (names in lower case) and the body of every request.
     """
@@ -33,8 +35,10 @@ class _Handler(BaseHTTPRequestHandler):
             # As OpenAI does, with the key in the message
             quoted = {"error": {"message": f"status {reply} for {self.headers['authorization']}", "type": "stub"}}
             self._send(reply, quoted)
-        elif isinstance(reply, dict):
+        elif isinstance(reply, dict | bytes):
             self._send(200, reply)
+        elif isinstance(reply, float):
+            self._drip(reply)
         else:
             message = {"role": "assistant", "content": reply}
             usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
@@ -51,8 +55,19 @@ class _Handler(BaseHTTPRequestHandler):
                 },
             )
 
-    def _send(self, status: int, content: dict) -> None:
-        data = json.dumps(content).encode()
+    def _drip(self, seconds: float) -> None:
+        """A byte at a time, for ever."""
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", "1000000")
+        self.end_headers()
+        with suppress(OSError):  # nobody listens any more
+            while True:
+                self.wfile.write(b" ")
+                time.sleep(seconds)
+
+    def _send(self, status: int, content: dict | bytes) -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(data)))

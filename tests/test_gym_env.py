@@ -126,6 +126,10 @@ BAD_ENVIRONMENTS = [
     ("nowhere:Lake-v1", {}, "--env_id nowhere:Lake-v1: a package is missing"),
     ("FrozenLake-v1", {"colour": "blue"}, r"--env_options \{'colour': 'blue'\}: .*colour"),
     ("FrozenLake-v1", {"map_name": "3x3"}, r"--env_options .*3x3"),
+    ("FrozenLake-v1", {"desc": ["SF", "G"]}, r"--env_options "),
+    ("FrozenLake-v1", {"desc": ["FF", "FG"]}, r"--env_options "),
+    ("FrozenLake-v1", {"desc": 3}, r"--env_options "),
+    ("FrozenLake-v1", {"desc": ["S" + "F" * 69] + ["F" * 70] * 68 + ["F" * 69 + "G"]}, "4900 states, at most 4096"),
 ]
 
 
@@ -134,6 +138,35 @@ BAD_ENVIRONMENTS = [
 def test_bad_environments(env_id, options, message):
     with pytest.raises(InputError, match=message) as error:
         make_gym_environment(env_id, options)
+    assert "\n" not in str(error.value)
+
+
+class Broken(gymnasium.Env):
+    """Goes wrong in the call and in the way that `how` names."""
+
+    observation_space, action_space = gymnasium.spaces.Box(-1, 1, (2,)), gymnasium.spaces.Discrete(2)
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def reset(self, *, seed=None, options=None):
+        if self.how == "reset raises":
+            raise RuntimeError("no\nroad")
+        return np.zeros(2), {}
+
+    def step(self, action):
+        if self.how == "step raises":
+            raise ZeroDivisionError
+        reward = {"nan reward": np.nan, "inf reward": -np.inf, "no reward": None}.get(self.how, 0.0)
+        return np.full(2, np.nan if self.how == "nan observation" else 0.0), reward, False, False, {}
+
+
+@pytest.mark.parametrize(
+    "how", ["reset raises", "step raises", "nan reward", "inf reward", "no reward", "nan observation"]
+)
+def test_an_environment_that_goes_wrong_is_one_line(how):
+    with pytest.raises(InputError, match=r"^environment Broken: its (reset|step) failed: ") as error:
+        list(steps(Broken(how), lambda _: 0, 1, 0))
     assert "\n" not in str(error.value)
 
 

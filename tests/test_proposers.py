@@ -12,10 +12,9 @@ from tiny_models import build_tiny_model
 from llm_policy.errors import InputError
 from llm_policy.models import load_model, load_tokenizer
 from llm_policy.policy_search.answer_log import AnswerLog
+from llm_policy.policy_search.endpoint import KEY_VARIABLE, EndpointProposer
 from llm_policy.policy_search.parameters import search_problem
 from llm_policy.policy_search.proposers import (
-    KEY_VARIABLE,
-    EndpointProposer,
     HillClimbingProposer,
     LocalProposer,
     RandomProposer,
@@ -157,8 +156,17 @@ LASTING = [
     (404, 1, "status 404; check --base_url and --model_name model-1"),
     (400, 1, "status 400"),
     (422, 1, "status 422"),
-    ({"hello": 1}, 1, "with no chat completion; does --base_url end in /v1?"),
+    ({"hello": 1}, 1, 'with no chat completion ({"hello": 1}); does --base_url end in /v1?'),
     ({"choices": []}, 1, "with no chat completion"),
+    ({"choices": [{"message": {"content": 3}}]}, 1, "with no chat completion"),
+    ({"choices": [{"message": None}]}, 1, "with no chat completion"),
+    ({"choices": "none"}, 1, "with no chat completion"),
+    ({"choices": [{"message": {}}], "usage": {"prompt_tokens": "many"}}, 1, "with no chat completion"),
+    (b"<html>\n<body>sign in</body></html>", 1, "with no chat completion (<html> <body>sign in</body></html>)"),
+    (b"", 1, "with no chat completion ()"),
+    (b'{"choices": [', 1, "with no chat completion"),
+    (b"\xff\xfe", 1, "with no chat completion"),
+    (f"{KEY}".encode(), 1, "with no chat completion (***)"),
 ]
 
 
@@ -188,6 +196,12 @@ def test_nobody_answers():
         url = f"http://127.0.0.1:{deaf.getsockname()[1]}/v1"
         with pytest.raises(InputError, match="no answer in time after 0 more tries"):
             endpoint(url, retries=0, timeout_seconds=0.3).propose(request())
+
+
+def test_a_server_that_drips_for_ever():
+    """Each byte comes in time."""
+    with stub_endpoint(0.05) as server, pytest.raises(InputError, match="no answer in time after 0 more tries"):
+        endpoint(server.base_url, retries=0, timeout_seconds=0.5).propose(request())
 
 
 @pytest.mark.parametrize("content", [None, ""])

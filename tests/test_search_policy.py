@@ -15,8 +15,8 @@ from tiny_models import build_tiny_model
 import search_policy
 from llm_policy.errors import InputError, run_script
 from llm_policy.policy_search.answer_log import read_log
+from llm_policy.policy_search.endpoint import KEY_VARIABLE
 from llm_policy.policy_search.judge import PolicyValue, Row, row_of, verdict_of
-from llm_policy.policy_search.proposers import KEY_VARIABLE
 from llm_policy.policy_search.search import Step
 from llm_policy.run_files import ROOT, only_process_in, resolved_config
 from search_policy import main, read_arguments

@@ -17,7 +17,7 @@ import gymnasium
 import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import MAPS, generate_random_map
 
-from llm_policy.environments.mdp import MDP
+from llm_policy.environments.mdp import MDP, MOST_STATES
 from llm_policy.environments.table_environment import Drawing
 from llm_policy.errors import InputError
 from llm_policy.reading import read_text
@@ -29,7 +29,6 @@ Grid = tuple[str, ...]
 Cell = tuple[int, int]  # row, column
 Arrows = dict[int, tuple[int, int]]
 
-MOST_CELLS = 64 * 64  # a value function's equations are a dense matrix of cells x cells
 AGENT = "A"
 ANSI_AGENT = re.compile(r"\x1b\[41m(.)\x1b\[0m")
 ANSI_HEADER = re.compile(r"\A\s*\((?:Left|Down|Right|Up)\)\s*[\n|]", re.IGNORECASE)
@@ -48,14 +47,14 @@ def grid_of(text: str) -> Grid:
 def check_grid(grid: Sequence[str], where: str = "map") -> Grid:
     """The grid as a tuple of rows.
 
-    InputError, beginning with `where`: fewer than 2 cells or more than `MOST_CELLS`, ragged rows, an unknown letter,
+    InputError, beginning with `where`: fewer than 2 cells or more than `MOST_STATES`, ragged rows, an unknown letter,
     no start, no goal, no way from a start to a goal.
     """
     rows = tuple(grid)
     if not rows or sum(map(len, rows)) < 2:
         raise InputError(f"{where}: {grid_text(rows)!r} is too small, expected at least 2 cells")
-    if (cells := sum(map(len, rows))) > MOST_CELLS:
-        raise InputError(f"{where}: {cells} cells, expected at most {MOST_CELLS}: exact solutions take their square")
+    if (cells := sum(map(len, rows))) > MOST_STATES:
+        raise InputError(f"{where}: {cells} cells, expected at most {MOST_STATES}: exact solutions take their square")
     for number, row in enumerate(rows, start=1):
         if len(row) != len(rows[0]):
             raise InputError(f"{where}: row {number} {row!r} has {len(row)} cells, expected {len(rows[0])} as in row 1")

@@ -3,11 +3,14 @@
 Judges, the expert's episodes, policy search and policy gradients all play through `steps`.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import gymnasium
+import numpy as np
 from gymnasium.spaces import Discrete
 from gymnasium.wrappers import TimeLimit
 
@@ -49,14 +52,20 @@ def make_gym_environment(
     `InputError` for an unknown environment, a missing package or an option that it does not take.
     """
     options = dict(options or {})
+    mdp = None
     try:
         env = gymnasium.make(env_id, max_episode_steps=horizon_steps, disable_env_checker=True, **options)
+        is_discrete = isinstance(env.observation_space, Discrete) and isinstance(env.action_space, Discrete)
+        if is_discrete and hasattr(env.unwrapped, "P"):
+            mdp = mdp_from_env(env)
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         remedy = "pip install -r requirements-mujoco.txt" if "mujoco" in str(error).lower() else "install it"
         raise InputError(f"--env_id {env_id}: a package is missing ({_one_line(error)}); {remedy}") from error
     except gymnasium.error.Error as error:
         raise InputError(f"--env_id {env_id}: {_one_line(error)}") from error
-    except (TypeError, ValueError, KeyError, AssertionError) as error:
+    except InputError:
+        raise
+    except Exception as error:  # an environment of another's making raises whatever its options lead to
         raise InputError(f"--env_id {env_id} with --env_options {options}: {_one_line(error)}") from error
     spec = env.spec
     assert spec is not None, "gymnasium.make always leaves one"
@@ -64,13 +73,11 @@ def make_gym_environment(
     if horizon_steps is None:
         horizon_steps = DEFAULT_HORIZON_STEPS
         env = TimeLimit(env, horizon_steps)
-    is_discrete = isinstance(env.observation_space, Discrete) and isinstance(env.action_space, Discrete)
-    mdp = mdp_from_env(env) if is_discrete and hasattr(env.unwrapped, "P") else None
     return GymEnvironment(spec.id, env, horizon_steps, mdp, options)
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    return f"{type(error).__name__} {' '.join(str(error).split())}".strip()
 
 
 # Rollout -------------------------------------------------------------------------------------------------------
@@ -95,18 +102,35 @@ class Transition(NamedTuple):
 
 
 def steps(env: gymnasium.Env, actor: Actor, episodes: int, seed: int) -> Iterator[Transition]:
-    """Every step of `episodes` episodes, each up to its end or the step limit. The same seed gives the same steps."""
+    """Every step of `episodes` episodes, each up to its end or the step limit. The same seed gives the same steps.
+
+    `InputError` for an environment that raises, or returns what is no number.
+    """
     for episode in range(episodes):
         # The seed is given once: each reset with a seed would repeat the same episode.
-        observation, _ = env.reset(seed=seed if episode == 0 else None)
+        with own_errors(env, "reset"):
+            observation, _ = env.reset(seed=seed if episode == 0 else None)
         has_ended = False
         while not has_ended:
             action = actor(observation)
-            next_observation, reward, terminated, truncated, _ = env.step(action)
+            with own_errors(env, "step"):
+                next_observation, reward, terminated, truncated, _ = env.step(action)
+                if not math.isfinite(reward) or np.isnan(next_observation).any():
+                    raise ValueError(f"reward {reward}, observation {next_observation}")
             yield Transition(
                 episode, observation, action, float(reward), next_observation, bool(terminated), bool(truncated)
             )
             observation, has_ended = next_observation, terminated or truncated
+
+
+@contextmanager
+def own_errors(env: gymnasium.Env, call: str) -> Iterator[None]:
+    """One line for what an environment raises."""
+    try:
+        yield
+    except Exception as error:
+        name = env.spec.id if env.spec else type(env.unwrapped).__name__
+        raise InputError(f"environment {name}: its {call} failed: {_one_line(error)}") from error
 
 
 def returns(env: gymnasium.Env, actor: Actor, episodes: int, seed: int) -> list[float]:

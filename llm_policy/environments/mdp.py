@@ -12,6 +12,7 @@ import numpy as np
 from llm_policy.errors import InputError
 
 # One chunk of maps holds about this many outcomes: its arrays then stay in a core's cache from sweep to sweep.
+MOST_STATES = 4096  # values without a limit come from a dense matrix of states x states
 CHUNK_OUTCOMES = 60_000
 FIRST_SWEEPS = 64
 # Rounding of probabilities such as 1/3 must not look like a chance that the episode ends.
@@ -72,6 +73,8 @@ def mdp_from_env(env) -> MDP:
         raise InputError(f"environment {name}: has a table `P` but no start distribution `initial_state_distrib`")
 
     states, actions = len(table), len(table[0])
+    if states > MOST_STATES:
+        raise InputError(f"environment {name}: {states} states, at most {MOST_STATES}: solving takes their square")
     outcomes = max(len(table[state][action]) for state in range(states) for action in range(actions))
     next_states_SAK = np.tile(np.arange(states)[:, None, None], (1, actions, outcomes))
     probabilities_SAK = np.zeros((states, actions, outcomes))
@@ -84,7 +87,15 @@ def mdp_from_env(env) -> MDP:
                 probabilities_SAK[state, action, outcome] = 0.0 if done else probability
                 rewards_SA[state, action] += probability * reward
                 terminal_S[next_state] |= bool(done)
-    return MDP(next_states_SAK, probabilities_SAK, rewards_SA, np.array(start_S, dtype=np.float64), terminal_S)
+    start_S = np.array(start_S, dtype=np.float64)
+    sums = {"start distribution": start_S.sum()}
+    sums["table"] = np.mean([sum(p for p, *_ in table[s][a]) for s in range(states) for a in range(actions)])
+    for what, total in sums.items():
+        if not abs(total - 1.0) < 1e-6:
+            raise InputError(f"environment {name}: its {what} has probabilities that sum to {total:g}, expected 1")
+    if not np.isfinite(rewards_SA).all():
+        raise InputError(f"environment {name}: its table has a reward that is no number")
+    return MDP(next_states_SAK, probabilities_SAK, rewards_SA, start_S, terminal_S)
 
 
 def optimal_q(mdp: MDP, gamma: float = 1.0, tolerance: float = 1e-10, max_sweeps: int = 100_000) -> np.ndarray:

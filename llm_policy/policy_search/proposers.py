@@ -3,12 +3,10 @@
 All of them answer as text and through the same parser, so that only the proposals differ.
 """
 
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
 import torch
@@ -18,6 +16,7 @@ from llm_policy.chat import Messages, fit_to_template, prompt_token_ids, samplin
 from llm_policy.errors import InputError, check_choices
 from llm_policy.models import DTYPES, EMBEDDED_MODEL, load_model, load_tokenizer
 from llm_policy.policy_search.answer_log import read_log
+from llm_policy.policy_search.endpoint import EndpointProposer
 from llm_policy.policy_search.parameters import Parameters, PolicySpace, SearchProblem
 from llm_policy.policy_search.prompts import ANSWER_PREFIX
 from llm_policy.policy_search.search import Answer, Proposer, Request, SearchSettings, longest_prompt, seed_of
@@ -26,7 +25,6 @@ from llm_policy.sampling import sample_completions
 
 PROPOSERS = ("local", "endpoint", "random", "hill_climbing", "recorded")
 NAMES_WITHOUT_MODEL = {"random": "random search", "hill_climbing": "hill climbing"}
-KEY_VARIABLE = "OPENAI_API_KEY"
 ENDPOINT_COMPLETION_TOKENS = 1024
 # What an answer may take, with room for a tokenizer that has one token per digit
 TOKENS_AROUND, TOKENS_OF_REASON, TOKENS_PER_INTEGER, TOKENS_PER_DECIMAL = 16, 64, 3, 7
@@ -269,99 +267,3 @@ class LocalProposer:
             return self._line_breaks
         allowed = [token for token, piece in self._of_values.items() if self._space.can_begin(so_far + piece)]
         return allowed or list(self._pieces)  # a tokenizer that cannot spell it: then the parser decides
-
-
-class EndpointProposer:
-    """A chat model behind an OpenAI-compatible endpoint, through the official client.
-
-    The client itself waits and tries again after status 408, 409, 429 and 5xx and after connection errors: 0.5 s, then
-    twice as long each time up to 8 s, or as long as the server's Retry-After says. After `retries` of these the run
-    ends with one line; the answers so far are in the log.
-    The key comes only from the environment; a server at `base_url` may need none.
-    """
-
-    def __init__(
-        self,
-        model_name: str,
-        base_url: str | None = None,
-        max_completion_tokens: int = 1024,
-        temperature: float = 1.0,
-        seed: int = 0,
-        retries: int = 8,
-        timeout_seconds: float = 120.0,
-    ) -> None:
-        try:
-            import openai
-        except ImportError as error:
-            raise InputError(
-                "--proposer endpoint: the package openai is missing; pip install -r requirements-endpoint.txt"
-            ) from error
-        self._openai = openai
-        self.base_url = base_url
-        self._key = os.environ.get(KEY_VARIABLE, "").strip()
-        if base_url is not None:
-            parts = urlsplit(base_url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
-                raise InputError("--base_url: expected a URL such as http://127.0.0.1:8000/v1")
-            if parts.username or parts.password or parts.query:  # without the value: this is what must not be logged
-                raise InputError(f"--base_url: holds a user, password or query; the key belongs in {KEY_VARIABLE}")
-        elif not self._key:
-            raise InputError(f"--proposer endpoint: set {KEY_VARIABLE} in the environment, or give --base_url")
-        self.model_name, self.max_completion_tokens, self.temperature = model_name, max_completion_tokens, temperature
-        self.seed, self.retries = seed, retries
-        self._client = openai.OpenAI(
-            api_key=self._key or "none", base_url=base_url, max_retries=retries, timeout=timeout_seconds
-        )
-
-    def propose(self, request: Request) -> Answer:
-        began = time.perf_counter()
-        try:
-            reply = self._client.chat.completions.create(
-                model=self.model_name,
-                messages=request.messages,  # type: ignore[arg-type]
-                max_completion_tokens=self.max_completion_tokens,
-                temperature=self.temperature,
-                # OpenAI's own API takes 64 bits, other servers hand it to torch or numpy: 31 suit all
-                seed=seed_of(self.seed, "sampling", request.iteration, request.attempt) % 2**31,
-            )
-        except self._openai.OpenAIError as error:
-            raise self._input_error(error) from error
-        choices = getattr(reply, "choices", None)
-        if not isinstance(choices, list) or not choices:
-            raise InputError(f"{self._where}: answers, but with no chat completion; does --base_url end in /v1?")
-        usage = reply.usage
-        return Answer(
-            choices[0].message.content or "",
-            usage.prompt_tokens if usage else 0,
-            usage.completion_tokens if usage else 0,
-            time.perf_counter() - began,
-            is_cut=choices[0].finish_reason == "length",
-        )
-
-    @property
-    def _where(self) -> str:
-        return f"endpoint {self.base_url or 'of OpenAI'}"
-
-    def _input_error(self, error: Exception) -> InputError:
-        """One line for whatever the client raises, without the key, which some servers quote."""
-        openai = self._openai
-        kept = "; the history is kept and the same command resumes"
-        if isinstance(error, openai.APITimeoutError):
-            return InputError(f"{self._where}: no answer in time after {self.retries} more tries{kept}")
-        if isinstance(error, openai.APIConnectionError):
-            return InputError(f"{self._where}: cannot be reached after {self.retries} more tries{kept}")
-        if not isinstance(error, openai.APIStatusError):
-            return InputError(f"{self._where}: {self._redacted(error)}{kept}")
-        status = error.status_code
-        if isinstance(error, openai.RateLimitError):
-            return InputError(f"{self._where}: status 429, rate-limited after {self.retries} more tries{kept}")
-        if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
-            return InputError(f"{self._where}: status {status}, refuses the key; check {KEY_VARIABLE}{kept}")
-        if isinstance(error, openai.NotFoundError):
-            return InputError(f"{self._where}: status 404; check --base_url and --model_name {self.model_name}{kept}")
-        tries = f" after {self.retries} more tries" if status >= 500 else ""
-        return InputError(f"{self._where}: status {status}{tries} ({self._redacted(error)}){kept}")
-
-    def _redacted(self, error: Exception) -> str:
-        text = " ".join(str(error).split())
-        return (text.replace(self._key, "***") if self._key else text)[:300]
