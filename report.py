@@ -20,7 +20,8 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -92,7 +93,10 @@ def read_json(file: Path) -> dict:
 
 def read_json_lines(file: Path) -> list[dict]:
     try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        if not all(isinstance(line, dict) and isinstance(line.get("step"), int) for line in lines):
+            raise ValueError("a line names no step")
+        return lines
     except ValueError as error:
         raise InputError(f"{shown(file)}: cannot be read as JSON lines ({error}); run it again or delete it") from error
 
@@ -113,24 +117,34 @@ def seeds_of(folder: Path) -> list[dict]:
     """The finished seeds of one training result: evaluation rows by name, metrics by step, verdict, minutes."""
     found = []
     for seed in finished_seeds(folder, ("result.txt", "metrics.jsonl", "evaluation.json", "run.json", "minutes.txt")):
-        evaluation = read_json(seed / "evaluation.json")
-        run = read_json(seed / "run.json")
-        found.append(
-            {
-                "study": folder.parent.name,
-                "seed": seed.name.removeprefix("seed-"),
-                "is_slippery": evaluation["is_slippery"],
-                "maps": evaluation.get("maps"),
-                "command": shlex.split((folder / "command.txt").read_text(encoding="utf-8")),
-                "observation": run.get("observation", ""),
-                "policies": {policy["policy"]: policy for policy in evaluation["policies"]},
-                "metrics": read_json_lines(seed / "metrics.jsonl"),
-                "verdict": _verdict(seed / "result.txt"),
-                "minutes": float((seed / "minutes.txt").read_text()),
-                "made": made(seed / "run.json"),
-            }
-        )
+        with whole(seed):
+            evaluation = read_json(seed / "evaluation.json")
+            run = read_json(seed / "run.json")
+            found.append(
+                {
+                    "study": folder.parent.name,
+                    "seed": seed.name.removeprefix("seed-"),
+                    "is_slippery": evaluation["is_slippery"],
+                    "maps": evaluation.get("maps"),
+                    "command": shlex.split((folder / "command.txt").read_text(encoding="utf-8")),
+                    "observation": run.get("observation", ""),
+                    "policies": {policy["policy"]: policy for policy in evaluation["policies"]},
+                    "metrics": read_json_lines(seed / "metrics.jsonl"),
+                    "verdict": _verdict(seed / "result.txt"),
+                    "minutes": float((seed / "minutes.txt").read_text()),
+                    "made": made(seed / "run.json"),
+                }
+            )
     return found
+
+
+@contextmanager
+def whole(seed: Path) -> Iterator[None]:
+    """One line where the files of a seed are not what the scripts write."""
+    try:
+        yield
+    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{shown(seed)}: its files are damaged ({error!r}); run it again or delete it") from error
 
 
 def _verdict(file: Path) -> str:
@@ -151,11 +165,13 @@ def of_studies(results: Mapping[str, list[dict]], *studies: str) -> dict[str, li
 
 def searches_of(folder: Path) -> list[dict]:
     """`evaluation.json` of the finished seeds of one policy search, and its minutes."""
-    return [
-        read_json(seed / "evaluation.json")
-        | {"minutes": float((seed / "minutes.txt").read_text()), "made": made(seed / "run.json")}
-        for seed in finished_seeds(folder, ("evaluation.json", "run.json", "minutes.txt"))
-    ]
+    found = []
+    for seed in finished_seeds(folder, ("evaluation.json", "run.json", "minutes.txt")):
+        with whole(seed):
+            minutes = float((seed / "minutes.txt").read_text())
+            evaluation = read_json(seed / "evaluation.json")
+            found.append(evaluation | {"minutes": minutes, "made": made(seed / "run.json")})
+    return found
 
 
 # Dates and commits ------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -141,8 +142,11 @@ def with_kept_seeds(command: Command, command_file: Path) -> Command:
     """
     if not command_file.exists():
         return command
-    words = shlex.split(command_file.read_text())
-    kept = read_command(words[2:]) if words[:2] == ["python", "results/run.py"] else None
+    try:
+        words = shlex.split(command_file.read_text())
+        kept = read_command(words[2:]) if words[:2] == ["python", "results/run.py"] else None
+    except (ValueError, InputError):  # damaged
+        kept = None
     if kept is None or kept.with_seeds(None, []) != command.with_seeds(None, []):
         folder = command_file.parent.relative_to(ROOT)
         raise InputError(
@@ -173,9 +177,11 @@ def timed_run(command: Sequence[str], run: Path) -> int:
     finally:
         if not was_finished:
             run.mkdir(parents=True, exist_ok=True)
+            seconds = time.perf_counter() - started
             minutes = run / "minutes.txt"
-            before = float(minutes.read_text()) if minutes.exists() else 0.0
-            minutes.write_text(f"{before + (time.perf_counter() - started) / 60:.2f}\n")
+            with suppress(OSError, ValueError):  # none yet, or damaged
+                seconds += 60 * float(minutes.read_text())
+            minutes.write_text(f"{seconds / 60:.2f}\n")
 
 
 def keep_files(run: Path, target: Path) -> None:

@@ -357,6 +357,25 @@ def test_a_damaged_file_is_named(results):
         report.training_results()
 
 
+DAMAGE = ["", "{}", "[]", "null", "3", '{"a": ', '[{"step": 1}]', "\x00"]
+OF_A_SEED = ["evaluation.json", "run.json", "metrics.jsonl", "result.txt", "minutes.txt"]
+
+
+@pytest.mark.parametrize("text", DAMAGE)
+@pytest.mark.parametrize("name", OF_A_SEED)
+def test_whatever_a_file_of_a_seed_holds_the_answer_is_one_line_or_a_report(name, text, results):
+    (results / "canonical/dry/seed-1" / name).write_text(text)
+    try:
+        report.all_sections(report.training_results())
+    except InputError as error:
+        line = str(error)
+    else:
+        line = ""
+        assert (name, text) in {("metrics.jsonl", ""), ("run.json", "{}")} or name in ("result.txt", "minutes.txt")
+    assert "\n" not in line
+    assert (name in line or "seed-1" in line) or text == "{}" or not line
+
+
 def test_curves_are_drawn(results, monkeypatch):
     drawn, draw = {}, report.curves_figure
 
