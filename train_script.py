@@ -31,7 +31,7 @@ from llm_policy import adapters, run_files
 from llm_policy.chat import Reader, reply_token_ids
 from llm_policy.checkpoints import checkpoint_to_resume_from, supersede
 from llm_policy.command_line import asks_for_help, parse_arguments, read_option
-from llm_policy.errors import EXIT_INPUT_ERROR, InputError, disk_errors, run_script
+from llm_policy.errors import EXIT_INPUT_ERROR, InputError, disk_errors, library_errors, run_script
 from llm_policy.grpo import arguments as rules
 from llm_policy.grpo import lifecycle
 from llm_policy.grpo.diagnostics import MetricsFile, PolicyDiagnostics
@@ -43,6 +43,7 @@ from llm_policy.number_format import number_format
 from tasks import Judge, Task, task_module
 
 UNTRAINED_FILE, ANSWERS_FILE = "untrained.json", "answers.json"
+STANDS_ON = (run_files.METRICS_FILE, UNTRAINED_FILE, lifecycle.WARM_START_FOLDER)  # what a resumed run needs besides
 
 
 @dataclass(frozen=True)
@@ -261,24 +262,23 @@ def policy_trainer(
     if training.reward_weights is None:  # the first is learnt, the others are logged
         training.reward_weights = [1.0] + [0.0] * (len(task.reward_functions) - 1)
     weights = training.reward_weights
-    trainer = PolicyTrainer(
-        model,
-        list(task.reward_functions),
-        training,
-        train_dataset=Dataset.from_list(enough_rows(task.rows, training)),
-        processing_class=tokenizer,
-        objective=script.objective,
-        packed=script.packed,
-        merged_sampling=script.merged_sampling,
-        actions=task.actions,
-        action_rewards=task.action_rewards and (lambda rows: task.action_rewards(rows, weights)),
-        action_entropy_coef=script.action_entropy_coef,
-        form_coef=script.form_coef,
-        stands_on=[
-            options.output_dir / name for name in (run_files.METRICS_FILE, UNTRAINED_FILE, lifecycle.WARM_START_FOLDER)
-        ],
-        guesses=task.guess and (lambda rows: [reply_token_ids(task.guess(row), tokenizer) for row in rows]),
-    )
+    with library_errors("the trainer refuses these options"):
+        trainer = PolicyTrainer(
+            model,
+            list(task.reward_functions),
+            training,
+            train_dataset=Dataset.from_list(enough_rows(task.rows, training)),
+            processing_class=tokenizer,
+            objective=script.objective,
+            packed=script.packed,
+            merged_sampling=script.merged_sampling,
+            actions=task.actions,
+            action_rewards=task.action_rewards and (lambda rows: task.action_rewards(rows, weights)),
+            action_entropy_coef=script.action_entropy_coef,
+            form_coef=script.form_coef,
+            stands_on=[options.output_dir / name for name in STANDS_ON],
+            guesses=task.guess and (lambda rows: [reply_token_ids(task.guess(row), tokenizer) for row in rows]),
+        )
     for unwanted in (PrinterCallback, ProgressCallback):
         trainer.remove_callback(unwanted)
     return trainer, task.reward_lines(weights) if task.reward_lines else {}

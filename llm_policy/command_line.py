@@ -16,7 +16,7 @@ from typing import Union, get_args, get_origin, get_type_hints
 from trl import TrlParser
 
 from llm_policy.errors import InputError
-from llm_policy.ranges import check_ranges
+from llm_policy.ranges import check_ranges, check_texts
 from llm_policy.reading import read_yaml
 from llm_policy.run_files import ROOT
 
@@ -104,10 +104,11 @@ def parse_arguments(
     found, unknown = parser.parse_known_args(argv)
     if unknown:
         raise InputError(f"unknown arguments: {' '.join(unknown)}{suggestion(unknown[0], names)}; see --help")
+    check_texts(vars(found))
     check_ranges(vars(found), groups)
     try:
         return list(parser.parse_args_into_dataclasses(argv, look_for_args_file=False)), config
-    except (ValueError, TypeError, OSError) as error:  # of a dataclass that checks its values
+    except (ValueError, TypeError, OSError, ImportError, LookupError) as error:  # of a dataclass that checks its values
         where = f"{config} and the command line: " if config else ""
         raise InputError(f"{where}{' '.join(str(error).split())}; see --help") from error
 
@@ -127,6 +128,7 @@ def take_config(argv: list[str], default_config: Path | None) -> tuple[list[str]
         config = value if equals else next(arguments, "")
         if not config:
             raise InputError("--config: expected the path of a YAML file after it")
+    check_texts({"config": config})
     return rest, config
 
 

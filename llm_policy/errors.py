@@ -51,6 +51,15 @@ def writing(path: str | Path, remedy: str) -> Iterator[None]:
 
 
 @contextmanager
+def library_errors(what: str) -> Iterator[None]:
+    """Around a library's own check of options: one line, `what` and the library's words."""
+    try:
+        yield
+    except (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+        raise InputError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
 def disk_errors(remedy: str) -> Iterator[None]:
     """Around a whole run: one line for a disk that refuses, whatever was being written; all other errors pass."""
     try:

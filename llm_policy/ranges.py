@@ -5,6 +5,7 @@ an option that is bounded so says it before the work begins.
 """
 
 import math
+import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -19,12 +20,13 @@ TABLE = {
         num_generations num_generations_eval steps_per_generation num_iterations eval_accumulation_steps
         torch_empty_cache_steps dataloader_prefetch_factor ddp_bucket_cap_mb ref_model_sync_steps pad_to_multiple_of
         vllm_tensor_parallel_size max_tool_calling_iterations num_completions_to_print
-        warm_start_steps warm_start_prompts lora_r lora_alpha iterations batches episodes_per_batch
+        warm_start_steps warm_start_prompts lora_alpha iterations batches episodes_per_batch
         prompts completion_tokens accumulation rounds lakes""",
     "[1, 10000000]": """
         max_completion_length max_completion_tokens context_tokens vllm_max_model_length save_total_limit
         episodes q_learning_steps ddp_timeout""",
     "[1, 1000000]": "horizon_steps",
+    "[1, 1024]": "lora_r",
     "[2, 1000000]": "judge_episodes",
     "[2, 64]": "size map_size",
     "[2, 100000]": "group",
@@ -113,9 +115,39 @@ def check_ranges(values: Mapping, groups: Iterable[type]) -> None:
         for name, (kind, allowed) in ranges_of(group).items():
             value = values.get(name)
             for number in value if isinstance(value, list) else [value]:
-                if isinstance(number, bool) or not isinstance(number, int | float):
-                    continue
-                is_whole = kind is float or isinstance(number, int)
-                if not (is_whole and math.isfinite(number) and number in allowed):
-                    kinds = {int: "an integer", float: "a number"}
-                    raise InputError(f"--{name} {number:.12g}: expected {kinds[kind]} {allowed}")
+                check_number(f"--{name}", number, kind, allowed)
+    for name, value in values.items():
+        for key, number in value.items() if isinstance(value, dict) else ():  # --generation_kwargs
+            check_number(f"--{name} {key}", number, float, RANGES.get(key, ANY_NUMBER))
+
+
+def check_number(name: str, value: object, kind: type, allowed: Range) -> None:
+    """`InputError` for a number, or a text that is one, out of its range."""
+    if isinstance(value, str):
+        try:
+            value = float(value)
+        except ValueError:
+            return
+        value = int(value) if math.isfinite(value) and value == int(value) else value
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    is_whole = kind is float or isinstance(value, int)
+    if not (is_whole and math.isfinite(value) and value in allowed):
+        raise InputError(f"{name} {value:.12g}: expected {'a number' if kind is float else 'an integer'} {allowed}")
+
+
+PATHS = re.compile(r"(dir|path|file|csv|output|map|checkpoint|policies|answers|source)$")
+LONGEST_NAME = 255  # bytes, of one file or folder
+
+
+def check_texts(values: Mapping) -> None:
+    """`InputError` for an option that holds a zero byte, or names a file as no disk can."""
+    for name, value in values.items():
+        for text in value if isinstance(value, list) else [value]:
+            if not isinstance(text, str):
+                continue
+            if "\0" in text:
+                raise InputError(f"--{name} {text!r}: holds a zero byte")
+            longest = max(len(part.encode(errors="replace")) for part in text.split("/"))
+            if PATHS.search(name) and longest > LONGEST_NAME:
+                raise InputError(f"--{name} {text[:20]}...: a name of {longest} bytes, at most {LONGEST_NAME} are one")

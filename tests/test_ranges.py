@@ -15,7 +15,7 @@ from llm_policy.errors import InputError
 from llm_policy.grpo.arguments import ScriptArguments
 from llm_policy.policy_search.proposers import ProposerSettings
 from llm_policy.policy_search.search import SearchSettings
-from llm_policy.ranges import ANY_NUMBER, RANGES, Range, check_ranges, ranges_of
+from llm_policy.ranges import ANY_NUMBER, RANGES, Range, check_ranges, check_texts, ranges_of
 from tasks import TASKS, task_module
 
 GROUPS = [
@@ -106,3 +106,44 @@ def test_flags_and_files_alike(way, option, value, line, tmp_path):
     with pytest.raises(InputError) as caught:
         parse_arguments(argv, [Small], description="small", own=[])
     assert str(caught.value) == line
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        ({"pad_to_multiple_of": "0"}, "--pad_to_multiple_of 0: expected an integer of at least 1, at most 100000"),
+        ({"generation_kwargs": {"top_k": -5}}, "--generation_kwargs top_k -5: expected a number of at least 0"),
+        ({"generation_kwargs": {"other": math.nan}}, "--generation_kwargs other nan: expected a number"),
+    ],
+)
+def test_numbers_inside_other_values(values, line):
+    with pytest.raises(InputError) as caught:
+        check_ranges(values, [GRPOConfig])
+    assert str(caught.value).startswith(line)
+
+
+def test_text_that_is_no_number_is_another_checks_business():
+    check_ranges({"pad_to_multiple_of": "auto", "generation_kwargs": {"cache": "static", "use": True}}, [GRPOConfig])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("output_dir", "runs/a\0b", r"--output_dir 'runs/a\x00b': holds a zero byte"),
+        ("env_id", "\0", r"--env_id '\x00': holds a zero byte"),
+        ("output_dir", f"runs/{'x' * 256}/a", "--output_dir runs/xxxxxxxxxxxxxxx...: a name of 256 bytes, at most 255"),
+        (
+            "policies",
+            ["random", "é" * 128],
+            "--policies éééééééééééééééééééé...: a name of 256 bytes",
+        ),
+    ],
+)
+def test_names_that_no_disk_holds(name, text, line):
+    with pytest.raises(InputError) as caught:
+        check_texts({name: text})
+    assert str(caught.value).startswith(line)
+
+
+def test_names_that_a_disk_holds_and_long_texts_that_are_none():
+    check_texts({"output_dir": "x" * 255, "env_options": "x" * 1000, "policies": ["a/" * 500], "map": None, "seed": 3})

@@ -369,6 +369,7 @@ BAD_INPUT = [
     (["--judge_episodes", "1"], "--judge_episodes 1: expected an integer of at least 2"),
     (["--env_options", "{{"], "is no JSON"),
     (["--env_options", "[1]"], "expected a JSON object"),
+    (["--env_options", '{{"is_slippery": "false"}}'], "--env_options: is_slippery is the text 'false'; leave the quotes"),
     (["--proposer", "endpoint"], "--proposer endpoint: needs --model_name"),
     (["--proposer", "recorded"], "--proposer recorded: needs --answers"),
     (["--proposer", "recorded", "--answers", "{tmp}/nowhere"], "{tmp}/nowhere: cannot be read"),

@@ -26,6 +26,7 @@ REFUSED = {
     "cache_implementation": "is not passed on to the model here; leave it out",
     "enable_jit_checkpoint": "would take the signals; SIGTERM writes a checkpoint here anyway",
     "save_only_model": "leaves nothing to resume from; leave it out",
+    "remove_unused_columns": "would take away what the rewards need; leave it out",
     "push_to_hub": "would upload GRPO's part of the adapter only; upload the run's folder in the end (hf upload)",
     "hub_token": "would stand in the run's files; set HF_TOKEN, or run `hf auth login`",
 }
