@@ -369,7 +369,7 @@ BAD_INPUT = [
     (["--judge_episodes", "1"], "--judge_episodes 1: expected an integer of at least 2"),
     (["--env_options", "{{"], "is no JSON"),
     (["--env_options", "[1]"], "expected a JSON object"),
-    (["--env_options", '{{"is_slippery": "false"}}'], "--env_options: is_slippery is the text 'false'; leave the quotes"),
+    (["--env_options", '{{"is_slippery": "false"}}'], "--env_options: is_slippery is the text 'false'; leave the"),
     (["--proposer", "endpoint"], "--proposer endpoint: needs --model_name"),
     (["--proposer", "recorded"], "--proposer recorded: needs --answers"),
     (["--proposer", "recorded", "--answers", "{tmp}/nowhere"], "{tmp}/nowhere: cannot be read"),
@@ -394,7 +394,7 @@ BAD_INPUT = [
     (["--output_dir", "{tmp}/other", "--resume", "never"], "--output_dir {tmp}/other: holds a run; choose another"),
     (["--output_dir", "{tmp}/file"], "--output_dir {tmp}/file: is a file"),
     (["--output_dir", "/proc/no"], "--output_dir /proc/no: cannot be written"),
-    (["--output_dir", "{tmp}/damaged"], "answers.jsonl: line 1 is no record"),
+    (["--output_dir", "{tmp}/damaged"], "holds answers.jsonl, but no run"),
 ]  # fmt: skip
 
 
