@@ -31,7 +31,7 @@ from llm_policy import adapters, run_files
 from llm_policy.chat import Reader, reply_token_ids
 from llm_policy.checkpoints import checkpoint_to_resume_from, supersede
 from llm_policy.command_line import asks_for_help, parse_arguments, read_option
-from llm_policy.errors import EXIT_INPUT_ERROR, InputError, disk_errors, library_errors, run_script
+from llm_policy.errors import EXIT_INPUT_ERROR, OPTION_ERRORS, InputError, disk_errors, library_errors, run_script
 from llm_policy.grpo import arguments as rules
 from llm_policy.grpo import lifecycle
 from llm_policy.grpo.diagnostics import MetricsFile, PolicyDiagnostics
@@ -184,7 +184,8 @@ def train(options: Options) -> int:
     metrics = MetricsFile(output_dir / run_files.METRICS_FILE, task.shown, script.stop_when != "never")
     for callback in (diagnostics, stop, metrics, lifecycle.StopAtNonFinite()):
         trainer.add_callback(callback)
-    lifecycle.train_or_restore(trainer, diagnostics, metrics, resume)
+    with library_errors("the trainer needs another package", (ImportError,)):
+        lifecycle.train_or_restore(trainer, diagnostics, metrics, resume)
     steps, is_saved = trainer.state.global_step, lifecycle.last_step_is_saved(trainer)
     if is_saved:
         stop.leave_if_received(f"checkpoint of step {steps} written; {lifecycle.RESUME} resumes from it")
@@ -262,7 +263,7 @@ def policy_trainer(
     if training.reward_weights is None:  # the first is learnt, the others are logged
         training.reward_weights = [1.0] + [0.0] * (len(task.reward_functions) - 1)
     weights = training.reward_weights
-    with library_errors("the trainer refuses these options"):
+    with library_errors("the trainer refuses these options", OPTION_ERRORS):
         trainer = PolicyTrainer(
             model,
             list(task.reward_functions),

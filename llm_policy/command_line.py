@@ -16,7 +16,7 @@ from typing import Union, get_args, get_origin, get_type_hints
 from trl import TrlParser
 
 from llm_policy.errors import InputError
-from llm_policy.ranges import check_ranges, check_texts
+from llm_policy.ranges import check_mappings, check_ranges, check_texts
 from llm_policy.reading import read_yaml
 from llm_policy.run_files import ROOT
 
@@ -107,10 +107,13 @@ def parse_arguments(
     check_texts(vars(found))
     check_ranges(vars(found), groups)
     try:
-        return list(parser.parse_args_into_dataclasses(argv, look_for_args_file=False)), config
+        parsed = list(parser.parse_args_into_dataclasses(argv, look_for_args_file=False))
     except (ValueError, TypeError, OSError, ImportError, LookupError) as error:  # of a dataclass that checks its values
         where = f"{config} and the command line: " if config else ""
         raise InputError(f"{where}{' '.join(str(error).split())}; see --help") from error
+    for instance in parsed:  # JSON is read by now
+        check_mappings(vars(instance))
+    return parsed, config
 
 
 # The YAML file ----------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 EXIT_INPUT_ERROR = 2
+OPTION_ERRORS = (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 # What a disk that refuses says, through torch and safetensors, too
 DISK_WORDS = (
@@ -51,11 +52,11 @@ def writing(path: str | Path, remedy: str) -> Iterator[None]:
 
 
 @contextmanager
-def library_errors(what: str) -> Iterator[None]:
+def library_errors(what: str, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
     """Around a library's own check of options: one line, `what` and the library's words."""
     try:
         yield
-    except (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError) as error:
+    except kinds as error:
         raise InputError(f"{what}: {type(error).__name__}: {error}") from error
 
 

@@ -116,8 +116,12 @@ def check_ranges(values: Mapping, groups: Iterable[type]) -> None:
             value = values.get(name)
             for number in value if isinstance(value, list) else [value]:
                 check_number(f"--{name}", number, kind, allowed)
+
+
+def check_mappings(values: Mapping) -> None:
+    """The same for the numbers in options that hold several, as `--generation_kwargs` does."""
     for name, value in values.items():
-        for key, number in value.items() if isinstance(value, dict) else ():  # --generation_kwargs
+        for key, number in value.items() if isinstance(value, dict) else ():
             check_number(f"--{name} {key}", number, float, RANGES.get(key, ANY_NUMBER))
 
 

@@ -15,7 +15,7 @@ from llm_policy.errors import InputError
 from llm_policy.grpo.arguments import ScriptArguments
 from llm_policy.policy_search.proposers import ProposerSettings
 from llm_policy.policy_search.search import SearchSettings
-from llm_policy.ranges import ANY_NUMBER, RANGES, Range, check_ranges, check_texts, ranges_of
+from llm_policy.ranges import ANY_NUMBER, RANGES, Range, check_mappings, check_ranges, check_texts, ranges_of
 from tasks import TASKS, task_module
 
 GROUPS = [
@@ -111,19 +111,24 @@ def test_flags_and_files_alike(way, option, value, line, tmp_path):
 @pytest.mark.parametrize(
     ("values", "line"),
     [
-        ({"pad_to_multiple_of": "0"}, "--pad_to_multiple_of 0: expected an integer of at least 1, at most 100000"),
         ({"generation_kwargs": {"top_k": -5}}, "--generation_kwargs top_k -5: expected a number of at least 0"),
         ({"generation_kwargs": {"other": math.nan}}, "--generation_kwargs other nan: expected a number"),
     ],
 )
 def test_numbers_inside_other_values(values, line):
     with pytest.raises(InputError) as caught:
-        check_ranges(values, [GRPOConfig])
+        check_mappings(values)
     assert str(caught.value).startswith(line)
 
 
+def test_a_number_as_text():
+    with pytest.raises(InputError, match=r"^--pad_to_multiple_of 0: expected an integer of at least 1, at most 100000$"):
+        check_ranges({"pad_to_multiple_of": "0"}, [GRPOConfig])
+
+
 def test_text_that_is_no_number_is_another_checks_business():
-    check_ranges({"pad_to_multiple_of": "auto", "generation_kwargs": {"cache": "static", "use": True}}, [GRPOConfig])
+    check_ranges({"pad_to_multiple_of": "auto"}, [GRPOConfig])
+    check_mappings({"generation_kwargs": {"cache": "static", "use": True}, "seed": 3})
 
 
 @pytest.mark.parametrize(
