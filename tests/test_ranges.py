@@ -122,7 +122,7 @@ def test_numbers_inside_other_values(values, line):
 
 
 def test_a_number_as_text():
-    with pytest.raises(InputError, match=r"^--pad_to_multiple_of 0: expected an integer of at least 1, at most 100000$"):
+    with pytest.raises(InputError, match=r"^--pad_to_multiple_of 0: expected an integer of at least 1"):
         check_ranges({"pad_to_multiple_of": "0"}, [GRPOConfig])
 
 
