@@ -179,6 +179,11 @@ BAD_INPUT = [
     (["--policies", "{tmp}/model", "--observation", "pixels"], "--observation 'pixels'"),
     (["--policies", "{tmp}/model", "--max_completion_length", "500"], "context of 512 tokens"),
     (["--policies", "random", "--output_dir", "{tmp}/file.txt"], "--output_dir {tmp}/file.txt: is a file"),
+    (["--policies", "random", "--output_dir", "{tmp}/begun"], "--output_dir {tmp}/begun: holds another run; choose"),
+    (
+        ["--policies", "random", "--output_dir", "{tmp}/model"],
+        "--output_dir {tmp}/model: holds ",
+    ),
     (["--policies", "random", "--output_dir", "/proc/no"], "--output_dir /proc/no: cannot be written"),
 ]
 
@@ -187,8 +192,9 @@ BAD_INPUT = [
 def places(tmp_path_factory):
     tmp = tmp_path_factory.mktemp("places")
     build_tiny_model(tmp / "model")
-    for name in ("empty", "run"):
+    for name in ("empty", "run", "begun"):
         (tmp / name).mkdir()
+    (tmp / "begun" / "resolved_config.yaml").touch()
     (tmp / "file.txt").write_text("kept")
     (tmp / "run" / "run.json").write_text('{"maps":')
     (tmp / "old").mkdir()

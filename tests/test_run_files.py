@@ -22,6 +22,7 @@ from llm_policy.run_files import (
     RunSettings,
     check_output_dir,
     check_same_run,
+    finished_text,
     only_process_in,
     resolved_config,
     run_settings,
@@ -255,6 +256,13 @@ def test_an_evaluation_replaces_its_own_files_and_no_runs(tmp_path):
     (tmp_path / CONFIG_FILE).touch()
     with pytest.raises(InputError, match=r"holds another run; choose another folder$"):
         check_output_dir(tmp_path, False, own=("evaluation.json", "policy.png"))
+
+
+def test_a_finished_run_without_its_result_is_one_line(tmp_path):
+    with pytest.raises(InputError, match=r"result.txt: cannot be read .*; delete evaluation.json there"):
+        finished_text(tmp_path)
+    (tmp_path / "result.txt").write_text("verdict\n")
+    assert finished_text(tmp_path) == f"{tmp_path} holds a finished run:\nverdict\n"
 
 
 SAME_RUN = [
