@@ -63,6 +63,13 @@ def test_the_committed_expert_and_prompts_are_clean(tokenizers, model, observati
     assert findings_of(tokenizers[model], observation=observation) == []
 
 
+def test_a_template_that_cuts_what_the_user_says_makes_one_prompt_of_several_states(tmp_path):
+    """Looked at is what the model reads, behind its chat template."""
+    tokenizer = load_tokenizer(str(build_tiny_model(tmp_path / "model")))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content[:20] }}\n{% endfor %}"
+    assert rules_of(tokenizer)["one prompt, several states"]
+
+
 def test_the_original_prompt_has_every_fault_that_it_is_known_for(tokenizers):
     found = findings_of(tokenizers["llama"], observation="original")
     assert {f.rule: f.is_error for f in found} == {
