@@ -65,6 +65,11 @@ def faster_format(on_gpu: bool) -> tuple[str, str]:
     bfloat16, float32 = (product_seconds(dtype) for dtype in ("bfloat16", "float32"))
     dtype, times = ("float32", bfloat16 / float32) if bfloat16 > CLEAR * float32 else ("bfloat16", float32 / bfloat16)
     other = "float32" if dtype == "bfloat16" else "bfloat16"
+    if times < 1:
+        return (
+            dtype,
+            f"number format: {dtype}; {other} is hardly faster on this processor (measured) and takes more memory",
+        )
     return dtype, f"number format: {dtype}, {times:.1f} times as fast as {other} on this processor (measured)"
 
 

@@ -17,6 +17,14 @@ def seconds(monkeypatch):
     return given
 
 
+def test_where_float32_is_hardly_faster_bfloat16_stays_and_no_line_claims_speed(seconds):
+    seconds(bfloat16=1.2, float32=1.0)
+    assert faster_format(on_gpu=False) == (
+        "bfloat16",
+        "number format: bfloat16; float32 is hardly faster on this processor (measured) and takes more memory",
+    )
+
+
 @pytest.mark.parametrize(
     ("bfloat16", "float32", "dtype", "words"),
     [(1.0, 4.0, "bfloat16", "4.0 times as fast as float32"), (27.0, 1.0, "float32", "27.0 times as fast as bfloat16")],
