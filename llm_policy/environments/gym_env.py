@@ -5,7 +5,6 @@ Judges, the expert's episodes, policy search and policy gradients all play throu
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,6 +75,10 @@ def make_gym_environment(
     return GymEnvironment(spec.id, env, horizon_steps, mdp, options)
 
 
+def _name(env: gymnasium.Env) -> str:
+    return env.spec.id if env.spec else type(env.unwrapped).__name__
+
+
 def _one_line(error: Exception) -> str:
     return f"{type(error).__name__} {' '.join(str(error).split())}".strip()
 
@@ -108,29 +111,23 @@ def steps(env: gymnasium.Env, actor: Actor, episodes: int, seed: int) -> Iterato
     """
     for episode in range(episodes):
         # The seed is given once: each reset with a seed would repeat the same episode.
-        with own_errors(env, "reset"):
+        try:
             observation, _ = env.reset(seed=seed if episode == 0 else None)
+        except Exception as error:  # whatever an environment of another's making raises
+            raise InputError(f"environment {_name(env)}: its reset failed: {_one_line(error)}") from error
         has_ended = False
         while not has_ended:
             action = actor(observation)
-            with own_errors(env, "step"):
+            try:
                 next_observation, reward, terminated, truncated, _ = env.step(action)
                 if not math.isfinite(reward) or np.isnan(next_observation).any():
                     raise ValueError(f"reward {reward}, observation {next_observation}")
+            except Exception as error:
+                raise InputError(f"environment {_name(env)}: its step failed: {_one_line(error)}") from error
             yield Transition(
                 episode, observation, action, float(reward), next_observation, bool(terminated), bool(truncated)
             )
             observation, has_ended = next_observation, terminated or truncated
-
-
-@contextmanager
-def own_errors(env: gymnasium.Env, call: str) -> Iterator[None]:
-    """One line for what an environment raises."""
-    try:
-        yield
-    except Exception as error:
-        name = env.spec.id if env.spec else type(env.unwrapped).__name__
-        raise InputError(f"environment {name}: its {call} failed: {_one_line(error)}") from error
 
 
 def returns(env: gymnasium.Env, actor: Actor, episodes: int, seed: int) -> list[float]:
