@@ -108,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rules.check_arguments(script, training, options.model)
     for name, without in (("action_entropy_coef", ("grpo", "cloning")), ("form_coef", ("grpo",))):
         if script.objective in without and getattr(script, name):
-            print(f"--{name} is for the other objectives and has no effect under --objective {script.objective}")
+            hint = "; TRL's bonus is --entropy_coef" if script.objective == "grpo" else ""
+            print(f"--{name} is for the other objectives and has no effect under --objective {script.objective}{hint}")
     if not options.trains:
         return train(options)
 
@@ -179,7 +180,7 @@ def train(options: Options) -> int:
     diagnostics = PolicyDiagnostics(
         trainer, lambda model: judge.judgement(judge.answers(model)), script.evaluate_steps, script.stop_when,
         reward_lines,
-        lambda model: judge.judgement(judge.answers(model, 1)).metrics.get("percent_of_optimal", 100.0),
+        lambda model: judge.judgement(judge.answers(model, 1)),
     )  # fmt: skip
     metrics = MetricsFile(output_dir / run_files.METRICS_FILE, task.shown, script.stop_when != "never")
     for callback in (diagnostics, stop, metrics, lifecycle.StopAtNonFinite()):

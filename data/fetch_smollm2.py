@@ -23,11 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from filelock import FileLock
+from safetensors import SafetensorError, safe_open
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as `python data/fetch_smollm2.py`, Python looks only in data/
-
-from safetensors import SafetensorError, safe_open  # noqa: E402
 
 from llm_policy.command_line import parse_arguments  # noqa: E402
 from llm_policy.errors import InputError, check_choices, run_script  # noqa: E402

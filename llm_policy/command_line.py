@@ -16,8 +16,8 @@ from typing import Union, get_args, get_origin, get_type_hints
 from trl import TrlParser
 
 from llm_policy.errors import InputError
-from llm_policy.ranges import check_mappings, check_ranges, check_texts
-from llm_policy.reading import read_yaml
+from llm_policy.ranges import check_mappings, check_ranges
+from llm_policy.reading import check_texts, read_yaml
 from llm_policy.run_files import ROOT
 
 HELP, HELP_ALL = {"-h", "--help"}, {"--help_all", "--help-all"}

@@ -5,7 +5,7 @@ LoRA settings: trl's own `get_peft_config(model_config)` does the whole job.
 
 import errno
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -220,7 +220,8 @@ def check_adapter(model: PeftModel, folder: Path) -> None:
     with safe_open(file, "pt") as stored:
         in_file = set(stored.keys())
     in_model = set(get_peft_model_state_dict(model, save_embedding_layers=False))
-    odd = sorted(in_file ^ in_model)
+    saved_too = {key for key in in_file if key.endswith(("embed_tokens.weight", "lm_head.weight"))}  # on request
+    odd = sorted((in_file ^ in_model) - saved_too)
     if odd:
         where = "has no place in the model" if odd[0] in in_file else "is not in it"
         raise InputError(f"{file}: does not belong to its adapter_config.json: {odd[0]} {where}; save it again")
@@ -228,9 +229,19 @@ def check_adapter(model: PeftModel, folder: Path) -> None:
 
 def check_finite(model: torch.nn.Module, name: str | Path) -> None:
     """`InputError` for weights that are no numbers: every answer of such a model is the same."""
-    for weight_name, weight in model.named_parameters():
-        if weight.is_floating_point() and not torch.isfinite(weight).all():
-            raise InputError(f"{name}: {weight_name} holds values that are no numbers (nan or inf); take another model")
+    weights = {weight_name: weight for weight_name, weight in model.named_parameters() if weight.is_floating_point()}
+    if bad := not_finite(weights):
+        raise InputError(f"{name}: {bad} holds values that are no numbers (nan or inf); take another model")
+
+
+@torch.no_grad()
+def not_finite(tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """The name of the first tensor that holds nan or inf, by its sum, which then is none either; None if none does."""
+    if not tensors:
+        return None
+    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors.values()])
+    bad = [name for name, is_finite in zip(tensors, sums.isfinite().tolist(), strict=True) if not is_finite]
+    return bad[0] if bad else None
 
 
 def check_architecture(name: str | Path, config: object) -> None:

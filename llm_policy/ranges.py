@@ -5,7 +5,6 @@ an option that is bounded so says it before the work begins.
 """
 
 import math
-import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -69,7 +68,6 @@ class Range:
 
     @classmethod
     def parse(cls, interval: str) -> "Range":
-        interval = interval.strip()
         low, high = interval[1:-1].split(", ")
         return cls(float(low), float(high), interval[0] == "[", interval[-1] == "]")
 
@@ -138,20 +136,3 @@ def check_number(name: str, value: object, kind: type, allowed: Range) -> None:
     is_whole = kind is float or isinstance(value, int)
     if not (is_whole and math.isfinite(value) and value in allowed):
         raise InputError(f"{name} {value:.12g}: expected {'a number' if kind is float else 'an integer'} {allowed}")
-
-
-PATHS = re.compile(r"(dir|path|file|csv|output|map|checkpoint|policies|answers|source)$")
-LONGEST_NAME = 255  # bytes, of one file or folder
-
-
-def check_texts(values: Mapping) -> None:
-    """`InputError` for an option that holds a zero byte, or names a file as no disk can."""
-    for name, value in values.items():
-        for text in value if isinstance(value, list) else [value]:
-            if not isinstance(text, str):
-                continue
-            if "\0" in text:
-                raise InputError(f"--{name} {text!r}: holds a zero byte")
-            longest = max(len(part.encode(errors="replace")) for part in text.split("/"))
-            if PATHS.search(name) and longest > LONGEST_NAME:
-                raise InputError(f"--{name} {text[:20]}...: a name of {longest} bytes, at most {LONGEST_NAME} are one")

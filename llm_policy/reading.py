@@ -1,12 +1,31 @@
-"""Text and YAML from files that a user names: whole and of a bounded size, or a `ValueError` that says why not."""
+"""Files that a user names: names that a disk can hold, text and YAML that are whole and of a bounded size."""
 
 import os
+import re
 import stat
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 
 import yaml
 
+from llm_policy.errors import InputError
+
 LARGEST_TEXT, LARGEST_YAML = 500_000_000, 1_000_000  # bytes
+PATHS = re.compile(r"(dir|path|file|csv|output|map|checkpoint|policies|answers|source)$")
+LONGEST_NAME = 255  # bytes, of one file or folder
+
+
+def check_texts(values: Mapping) -> None:
+    """`InputError` for an option that holds a zero byte, or names a file as no disk can."""
+    for name, value in values.items():
+        for text in value if isinstance(value, list) else [value]:
+            if not isinstance(text, str):
+                continue
+            if "\0" in text:
+                raise InputError(f"--{name} {text!r}: holds a zero byte")
+            longest = max(len(part.encode(errors="replace")) for part in text.split("/"))
+            if PATHS.search(name) and longest > LONGEST_NAME:
+                raise InputError(f"--{name} {text[:20]}...: a name of {longest} bytes, at most {LONGEST_NAME} are one")
 
 
 def read_text(path: str | Path, encoding: str = "utf-8", most: int = LARGEST_TEXT) -> str:
@@ -38,9 +57,12 @@ class _PlainLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node, deep=False):
         names = [self.construct_object(name, deep=True) for name, _ in node.value]
-        for i, name in enumerate(names):
-            if name in names[:i]:
-                raise ValueError(f"line {node.value[i][0].start_mark.line + 1}: {name} stands there twice")
+        seen = set()
+        for name, (key, _) in zip(names, node.value, strict=True):
+            if isinstance(name, Hashable):  # the loader itself refuses what is not
+                if name in seen:
+                    raise ValueError(f"line {key.start_mark.line + 1}: {name} stands there twice")
+                seen.add(name)
         return super().construct_mapping(node, deep)
 
 

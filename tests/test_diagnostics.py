@@ -145,9 +145,12 @@ def test_it_waits_for_the_policy_that_samples(monkeypatch):
     percents = iter([60.0, 97.9, 98.0])
     accelerator = SimpleNamespace(unwrap_model=lambda model: model, autocast=nullcontext)
     trainer = SimpleNamespace(_metrics={"train": {"frac_reward_zero_std": [0.0]}}, accelerator=accelerator, model=None)
-    diagnostics = PolicyDiagnostics(
-        trainer, None, 1, "optimal", {}, lambda _: next(percents) + 0 * torch.rand(1).item()
-    )
+
+    def sampled(_) -> Judgement:
+        torch.rand(1)
+        return Judgement({"percent_of_optimal": next(percents)}, "")
+
+    diagnostics = PolicyDiagnostics(trainer, None, 1, "optimal", {}, sampled)
     monkeypatch.setattr(diagnostics, "evaluate", lambda n: Judgement({}, "", is_optimal=True))
     stops, random_state = [], torch.get_rng_state()
     for n in range(1, 5):
@@ -157,6 +160,13 @@ def test_it_waits_for_the_policy_that_samples(monkeypatch):
     assert stops == [False, False, False, True]
     assert trainer._metrics["train"]["policy/sampled_percent_of_optimal"] == [98.0]
     assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_a_task_that_knows_no_percent_is_not_waited_for():
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model, autocast=nullcontext)
+    trainer = SimpleNamespace(_metrics={"train": {}}, accelerator=accelerator, model=None)
+    assert PolicyDiagnostics(trainer, None, 1, "optimal", {}, lambda _: Judgement({}, "")).is_settled()
+    assert trainer._metrics == {"train": {}}
 
 
 def test_the_picture_of_an_evaluation(monkeypatch):

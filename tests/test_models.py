@@ -301,6 +301,14 @@ ADAPTER_DAMAGES = {
 }
 
 
+def test_an_adapter_that_was_saved_with_its_embeddings_loads(llama, tmp_path):
+    """PEFT does so where the vocabulary was resized, or when told to."""
+    model = save_adapter(llama, tmp_path)
+    model.save_pretrained(tmp_path, save_embedding_layers=True)
+    assert any("embed_tokens.weight" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+    torch.testing.assert_close(load_model(tmp_path, "float32")(TOKENS).logits, model(TOKENS).logits)
+
+
 TEXTS = {"empty": "", "cut": '{"a": ', "null": "null", "a number": "3", "a list": "[1]", "empty object": "{}"}
 FILES = ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"]
 

@@ -15,7 +15,7 @@ from llm_policy.errors import InputError
 from llm_policy.grpo.arguments import ScriptArguments
 from llm_policy.policy_search.proposers import ProposerSettings
 from llm_policy.policy_search.search import SearchSettings
-from llm_policy.ranges import ANY_NUMBER, RANGES, Range, check_mappings, check_ranges, check_texts, ranges_of
+from llm_policy.ranges import ANY_NUMBER, RANGES, Range, check_mappings, check_ranges, ranges_of
 from tasks import TASKS, task_module
 
 GROUPS = [
@@ -129,26 +129,3 @@ def test_a_number_as_text():
 def test_text_that_is_no_number_is_another_checks_business():
     check_ranges({"pad_to_multiple_of": "auto"}, [GRPOConfig])
     check_mappings({"generation_kwargs": {"cache": "static", "use": True}, "seed": 3})
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "line"),
-    [
-        ("output_dir", "runs/a\0b", r"--output_dir 'runs/a\x00b': holds a zero byte"),
-        ("env_id", "\0", r"--env_id '\x00': holds a zero byte"),
-        ("output_dir", f"runs/{'x' * 256}/a", "--output_dir runs/xxxxxxxxxxxxxxx...: a name of 256 bytes, at most 255"),
-        (
-            "policies",
-            ["random", "é" * 128],
-            "--policies éééééééééééééééééééé...: a name of 256 bytes",
-        ),
-    ],
-)
-def test_names_that_no_disk_holds(name, text, line):
-    with pytest.raises(InputError) as caught:
-        check_texts({name: text})
-    assert str(caught.value).startswith(line)
-
-
-def test_names_that_a_disk_holds_and_long_texts_that_are_none():
-    check_texts({"output_dir": "x" * 255, "env_options": "x" * 1000, "policies": ["a/" * 500], "map": None, "seed": 3})

@@ -11,7 +11,7 @@ from llm_policy.environments.expert_q import read_expert_csv
 from llm_policy.environments.frozen_lake import read_grid
 from llm_policy.errors import InputError
 from llm_policy.policy_search.answer_log import read_log
-from llm_policy.reading import read_text, read_yaml
+from llm_policy.reading import check_texts, read_text, read_yaml
 
 READERS = {"CSV": read_expert_csv, "map": read_grid, "answers": read_log}
 
@@ -37,6 +37,7 @@ BAD_YAML = {
     "alias": ("a: &x [1]\nb: *x\n", "line 2: .x: write the value out instead"),
     "aliases of aliases": ("".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 9 if i else 1}]\n" for i in range(30)), "write the"),
     "deep": ("[" * 100_000, "is nested too deeply"),
+    "a name of no kind": ("? [a]\n: 1\n", "unhashable key"),
     "no YAML": ("a: [1\nb: }", "expected"),
     "no text": ("a: \x00", "unacceptable character"),
 }
@@ -93,3 +94,26 @@ def test_a_map_whose_solution_exceeds_memory(tmp_path):
     (tmp_path / "map.txt").write_text("\n".join(["S" + "F" * 199, *["F" * 200] * 198, "F" * 199 + "G"]))
     with pytest.raises(InputError, match="40000 cells, expected at most 4096: exact solutions take their square"):
         read_grid(tmp_path / "map.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("output_dir", "runs/a\0b", r"--output_dir 'runs/a\x00b': holds a zero byte"),
+        ("env_id", "\0", r"--env_id '\x00': holds a zero byte"),
+        ("output_dir", f"runs/{'x' * 256}/a", "--output_dir runs/xxxxxxxxxxxxxxx...: a name of 256 bytes, at most 255"),
+        (
+            "policies",
+            ["random", "é" * 128],
+            "--policies éééééééééééééééééééé...: a name of 256 bytes",
+        ),
+    ],
+)
+def test_names_that_no_disk_holds(name, text, line):
+    with pytest.raises(InputError) as caught:
+        check_texts({name: text})
+    assert str(caught.value).startswith(line)
+
+
+def test_names_that_a_disk_holds_and_long_texts_that_are_none():
+    check_texts({"output_dir": "x" * 255, "env_options": "x" * 1000, "policies": ["a/" * 500], "map": None, "seed": 3})

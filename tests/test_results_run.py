@@ -176,11 +176,12 @@ def test_the_minutes_of_a_part_that_was_interrupted_count(started, tmp_path, mon
     assert (tmp_path / "runs/kl/seed-4/minutes.txt").read_text() == "1.50\n"
 
 
-def test_sigterm_reaches_the_run_which_ends_as_it_wants(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_a_signal_reaches_the_run_which_ends_as_it_wants(number, tmp_path):
     ready = tmp_path / "ready"
     child = (
         "import pathlib, signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        f"signal.signal({int(number)}, lambda *_: sys.exit(75))\n"
         f"pathlib.Path({str(ready)!r}).touch()\n"
         "time.sleep(60)\n"
     )
@@ -188,7 +189,7 @@ def test_sigterm_reaches_the_run_which_ends_as_it_wants(tmp_path):
     def terminate_when_ready():
         while not ready.exists():
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
     threading.Thread(target=terminate_when_ready).start()
     assert results_run.run_to_its_end([sys.executable, "-c", child]) == 75

@@ -50,8 +50,8 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
 
     Args:
         judge: model -> how good it is.
-        sampled: model -> percent of the optimum that its sampled answers reach. `stop_when` optimal waits for it: a
-            greedy policy is optimal as soon as the best action is the likeliest.
+        sampled: model -> how good it is where it samples. `stop_when` optimal waits for it, if the judgement has a
+            `percent_of_optimal`: a greedy policy is optimal as soon as the best action is the likeliest.
         reward_lines: what policies that do not read the prompt would earn, logged beside the reward.
     """
 
@@ -62,7 +62,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         evaluate_steps: int,
         stop_when: str,
         reward_lines: Mapping[str, float],
-        sampled: Callable[[PreTrainedModel], float] | None = None,
+        sampled: Callable[[PreTrainedModel], Judgement] | None = None,
     ) -> None:
         self.trainer = trainer
         self.judge = judge
@@ -152,9 +152,13 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         """Whether the sampled policy is nearly as good as the greedy one; leaves the random state as it is."""
         if self.sampled is None:
             return True
+        started = time.perf_counter()
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         with self.trainer.accelerator.autocast(), torch.random.fork_rng():
-            percent = self.sampled(model)
+            percent = self.sampled(model).metrics.get("percent_of_optimal")
+        self.evaluation_seconds += time.perf_counter() - started
+        if percent is None:
+            return True
         self.trainer._metrics["train"]["policy/sampled_percent_of_optimal"] = [percent]
         print(f"sampled: {percent:.1f} % of optimal ({SETTLED_PERCENT:g} to stop)", flush=True)
         return percent >= SETTLED_PERCENT

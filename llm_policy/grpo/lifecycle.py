@@ -16,7 +16,7 @@ from llm_policy.errors import EXIT_INTERRUPTED, InputError
 from llm_policy.grpo.diagnostics import MetricsFile, PolicyDiagnostics
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.hardware import give_memory_back
-from llm_policy.models import load_model
+from llm_policy.models import load_model, not_finite
 
 RESUME = "--resume_from_checkpoint auto"
 WARM_START_FOLDER, GRPO_FOLDER = "warm_start", "grpo"  # the two adapters that are joined in the end
@@ -76,16 +76,11 @@ class StopAtNonFinite(TrainerCallback):
         self.check(weights, "weight", state.global_step + 1)
 
     @staticmethod
-    @torch.no_grad()
     def check(tensors: dict[str, torch.Tensor], what: str, step: int) -> None:
         """`InputError` where one of the tensors holds nan or inf."""
-        if not tensors:
-            return
-        sums = torch.stack([tensor.sum(dtype=torch.float64).cpu() for tensor in tensors.values()])
-        bad = [name for name, is_finite in zip(tensors, sums.isfinite(), strict=True) if not is_finite]
-        if bad:
+        if bad := not_finite(tensors):
             raise InputError(
-                f"step {step}: the {what} of {bad[0]} is no number (nan or inf); earlier checkpoints stay. "
+                f"step {step}: the {what} of {bad} is no number (nan or inf); earlier checkpoints stay. "
                 "Lower --learning_rate, or look at the rewards (metrics.jsonl)"
             )
 
