@@ -11,7 +11,7 @@ import yaml
 from llm_policy.errors import InputError
 
 LARGEST_TEXT, LARGEST_YAML = 500_000_000, 1_000_000  # bytes
-PATHS = re.compile(r"(dir|path|file|csv|output|map|checkpoint|policies|answers|source)$")
+PATHS = re.compile(r"(config|dir|path|file|csv|output|map|checkpoint|policies|answers|source)$")
 LONGEST_NAME = 255  # bytes, of one file or folder
 
 

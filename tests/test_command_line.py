@@ -158,6 +158,7 @@ BAD_FLAGS = [
     (["--rate", "many"], r"--rate 'many': expected a number; see --help"),
     (["--is_slippery", "maybe"], r"--is_slippery 'maybe': expected true or false; see --help"),
     (["--seed"], r"--seed: expected one argument; see --help"),
+    (["--config", "x" * 300], "--config xxxxxxxxxxxxxxxxxxxx...: a name of 300 bytes, at most 255 are one"),
     (["--seed", "13"], r"seed unlucky; see --help"),
     (["--config"], r"--config: expected the path of a YAML file after it"),
     (["--config="], r"--config: expected the path of a YAML file after it"),
