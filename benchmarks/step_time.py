@@ -2,15 +2,18 @@
 
     python benchmarks/step_time.py                                       # embedded model, 11 prompts x 8: 12 minutes
     python benchmarks/step_time.py --taught                              # after the warm start, as in training
-    python benchmarks/step_time.py --group 16 --completion_tokens 128 --rounds 5
+    python benchmarks/step_time.py --prompts 1 --group 64 --completion_tokens 200 --accumulation 4     # one riddle
+    python benchmarks/step_time.py --prompts 8 --completion_tokens 128 --prompt_tokens 600 --accumulation 8
     python benchmarks/step_time.py --gemma_2b --prompts 1 --group 16     # GPU: Gemma-2B's shape, random weights
 
 Same model, prompts, objective (`grpo`), completion lengths and rewards (random, so that every group has variance).
 Without `--taught` the untrained model writes completions of one length that have nothing in common: free text. With
 `--taught` completions are what training samples after the warm start: one sentence, then the action. The memory of each
-path is measured in a process of its own, because the allocator returns nothing to the other.
+path is measured in a process of its own, because the allocator returns nothing to the other. The floor of sampling is
+what the model's matrix products alone take, a token of all completions at a time.
 """
 
+import itertools
 import json
 import resource
 import sys
@@ -34,11 +37,13 @@ announce(
 import numpy as np
 import torch
 from datasets import Dataset
+from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, GemmaConfig, PrinterCallback, set_seed
+from peft.tuners.lora import LoraLayer
+from transformers import AutoModelForCausalLM, GemmaConfig, PreTrainedTokenizerBase, PrinterCallback, set_seed
 from trl import GRPOConfig
 
-from llm_policy.chat import Reader, fit_to_template, reply_token_ids
+from llm_policy.chat import Messages, Reader, fit_to_template, prompt_token_ids, reply_token_ids
 from llm_policy.command_line import parse_arguments
 from llm_policy.completions import action_index
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
@@ -60,7 +65,11 @@ class StepArguments:
     prompts: int = field(default=11, metadata={"help": "Prompts per step."})
     group: int = field(default=8, metadata={"help": "Completions per prompt."})
     completion_tokens: int = field(default=24, metadata={"help": "Of each completion; with --taught at most."})
+    prompt_tokens: int = field(
+        default=0, metadata={"help": "At least so many per prompt, by examples of other lakes, different in each."}
+    )
     accumulation: int = field(default=2, metadata={"help": "Micro-batches per step."})
+    dtype: str = field(default="bfloat16", metadata={"help": "bfloat16 or float32."})
     gemma_2b: bool = field(default=False, metadata={"help": "Gemma-2B's architecture, random weights."})
     taught: bool = field(default=False, metadata={"help": "Teach the answer format first, then sample freely."})
 
@@ -123,6 +132,37 @@ def is_answer(text: str) -> bool:
     return action_index(text, LAKE.actions) is not None
 
 
+def messages_of(state: int, number: int, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int) -> Messages:
+    """The prompt of a state, behind as many random lakes as fill it up."""
+    system, user = WORDS.messages(LAKE, state)
+    examples = ""
+    for seed in itertools.count(1000 * number):
+        messages = fit_to_template([system, {**user, "content": f"{examples}{user['content']}"}], tokenizer)
+        if len(prompt_token_ids(messages, tokenizer)) >= prompt_tokens:
+            return messages
+        lake = "\n".join(generate_random_map(4, seed=seed))
+        examples += f"Another lake:\n{lake}\n"
+    raise AssertionError("endless")
+
+
+def floor_of_sampling(model: torch.nn.Module, rows: int, tokens: int) -> float:
+    """Seconds of the matrix products alone that decoding takes: every linear layer on `rows` rows, `tokens` times."""
+    plain = model.get_base_model()
+    base = [m.get_base_layer() if isinstance(m, LoraLayer) else m for m in plain.modules()]
+    layers = list({id(m): m for m in base if isinstance(m, torch.nn.Linear)}.values())
+    inputs = {n: torch.randn(rows, n, device=model.device, dtype=plain.dtype) for n in {m.in_features for m in layers}}
+    seconds = []
+    with torch.no_grad():
+        for _ in range(5):
+            synchronize()
+            started = time.perf_counter()
+            for layer in layers:
+                layer(inputs[layer.in_features])
+            synchronize()
+            seconds.append(time.perf_counter() - started)
+    return float(np.median(seconds)) * tokens
+
+
 def build(path: str, arguments: StepArguments, folder: str) -> PolicyTrainer:
     """One trainer on its own copy of the model; `path` is a key of `PATHS`."""
     set_seed(0)
@@ -136,7 +176,7 @@ def build(path: str, arguments: StepArguments, folder: str) -> PolicyTrainer:
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     else:
-        model = load_model(EMBEDDED_MODEL)
+        model = load_model(EMBEDDED_MODEL, dtype=arguments.dtype)
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     if arguments.taught:
         student = get_peft_model(model, lora)
@@ -145,7 +185,10 @@ def build(path: str, arguments: StepArguments, folder: str) -> PolicyTrainer:
         model = student.merge_and_unload()
     model = get_peft_model(model, lora)
     states = (LAKE.acting_states * arguments.prompts)[: arguments.prompts]
-    rows = [{"prompt": fit_to_template(WORDS.messages(LAKE, s), tokenizer), "state": s} for s in states]
+    rows = [
+        {"prompt": messages_of(state, number, tokenizer, arguments.prompt_tokens), "state": state}
+        for number, state in enumerate(states)
+    ]
     completions = arguments.prompts * arguments.group
     training = GRPOConfig(
         output_dir=folder,
@@ -156,7 +199,7 @@ def build(path: str, arguments: StepArguments, folder: str) -> PolicyTrainer:
         generation_kwargs=None if arguments.taught else {"min_new_tokens": arguments.completion_tokens},
         max_steps=1,
         learning_rate=1e-5,
-        bf16=True,
+        bf16=arguments.dtype == "bfloat16",
         use_cpu=not torch.cuda.is_available(),
         gradient_checkpointing=False,
         save_strategy="no",
@@ -238,6 +281,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{path:16}{m['seconds']:9.2f}{m['sampling']:10.2f}{m['training_pass']:10.2f}{m['rest']:8.2f}"
             f"{m['tokens']:9.0f}{memory[path]:9.2f}"
         )
+    floor = floor_of_sampling(
+        trainers["packed"].model, arguments.prompts * arguments.group, arguments.completion_tokens
+    )
+    print(f"floor of sampling: {floor:.2f} s; packed takes {medians['packed']['sampling'] / floor:.1f} times that")
     ratios = [a["seconds"] / b["seconds"] for a, b in zip(rounds["stock TRL"], rounds["packed"], strict=True)]
     spread = f"from {min(ratios):.2f} to {max(ratios):.2f}"
     print(f"stock / packed, median of {len(ratios)} rounds: {np.median(ratios):.2f} ({spread})")
@@ -246,6 +293,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         device = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} CPU threads"
         content = {"command": argv, "device": device, "processor": processor_name(on_gpu),
                    "torch": torch.__version__, "rounds": rounds, "medians": medians, "peak_memory_gb": memory,
+                   "floor_of_sampling": floor,
                    "ratio": float(np.median(ratios))}  # fmt: skip
         Path(others.output).parent.mkdir(parents=True, exist_ok=True)
         Path(others.output).write_text(json.dumps(content, indent=1) + "\n")

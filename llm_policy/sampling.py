@@ -1,11 +1,12 @@
-"""Sampling with each prompt computed once: prefill the unique prompts, fan the cache out to the group, decode.
+"""Sampling with each prompt computed once, and kept once.
 
-What all prompts begin with is prefilled once for all of them. Everything after the prefill is `generate` of
-transformers, so that every sampling option keeps its meaning; or, where the caller has a guess at the completions
-(after the warm start all but the action is known), one pass that scores the whole guess in place of one pass per token.
+What all prompts begin with is prefilled once for all of them. Then all completions decode behind one copy of their
+prompt (llm_policy/prompt_cache.py). Where the caller has a guess at the completions (after the warm start all but the
+action is known), one pass scores the whole guess in place of one pass per token. Sampling options besides temperature
+and length go to `generate` of transformers, and so does a model whose attention cannot be exchanged.
 
 Axes: P prompts, R completions, C rows of a pass (completions that are equal so far share one), W completions that take
-a token, L places of the padded prompt, K places in the cache, T tokens of a pass, V vocabulary.
+a token, L places of the padded prompt, K own places of a row, N tokens of a pass, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,15 +14,16 @@ from collections.abc import Callable, Sequence
 import torch
 from tqdm import tqdm
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+
+from llm_policy.prompt_cache import PromptCache, holds_prompts_once
 
 TokenIds = Sequence[int]
 
 # Values of the sampling options that leave the logits as they are; and options that do not touch them.
 NEUTRAL = {"top_k": (None, 0), "top_p": (None, 1.0), "min_p": (None, 0.0), "repetition_penalty": (None, 1.0)}
 NOT_SAMPLING = {
-    "max_new_tokens", "do_sample", "temperature", "pad_token_id", "bos_token_id", "eos_token_id", "disable_compile",
-    "transformers_version",
+    "max_new_tokens", "min_new_tokens", "do_sample", "temperature", "pad_token_id", "bos_token_id", "eos_token_id",
+    "disable_compile", "transformers_version",
 }  # fmt: skip
 LOGITS_PER_PASS = 2**28  # at most so many at the same time (0.5 GB in bfloat16)
 
@@ -45,8 +47,7 @@ def sample_completions(
         rows_per_batch: completions decoded at the same time, a bound on memory.
         allowed_tokens: `prefix_allowed_tokens_fn` of `generate`: (row, token ids so far) -> tokens that may come next.
         guesses: what the completion of each prompt may be, with its end token (P lists). Right or wrong, they change
-            what is computed and not what is sampled: see `_sample_along`. Not used where an option besides the
-            temperature shapes the distribution, nor with caches that cannot forget (sliding windows, recurrent states).
+            what is computed and not what is sampled: see `_sample_along`. Not used where `generate` decodes.
 
     Returns:
         P * completions_per_prompt lists of token ids, prompt by prompt, each up to and with its end token.
@@ -81,6 +82,7 @@ def _sample_batch(
     guesses: Sequence[TokenIds] | None,
 ) -> list[list[int]]:
     config = model.config.get_text_config()
+    is_own = allowed_tokens is None and _temperature_alone(generation_config) and holds_prompts_once(model)
     # Padding stands behind the shared prefix, which a sliding window, counting places, would take for tokens.
     slides = getattr(config, "sliding_window", None) is not None
     shared = 0 if slides else len(common_prefix([prompt[:-1] for prompt in prompts]))
@@ -93,8 +95,9 @@ def _sample_batch(
     mask_PL = torch.tensor(mask, device=model.device)
     positions_PL = (mask_PL.cumsum(1) - 1).clamp(min=0)
 
-    # The cache holds all but the last prompt token; generate computes that one per completion, as it must.
-    cache = DynamicCache(config=config)
+    # The cache holds all but the last prompt token, which is computed per completion. For `generate` it is the model's
+    # own kind of cache; otherwise one that keeps what a sliding window has left, too.
+    cache = DynamicCache() if is_own else DynamicCache(config=config)
     if shared:
         model.base_model(input_ids=ids_PL[:1, :shared], past_key_values=cache, use_cache=True)
         cache.batch_repeat_interleave(len(prompts))
@@ -105,9 +108,9 @@ def _sample_batch(
         past_key_values=cache,
         use_cache=True,
     )
-    forgets = all(type(layer) is DynamicLayer for layer in cache.layers)
-    if guesses and forgets and allowed_tokens is None and _temperature_alone(generation_config):
-        return _sample_along(guesses, model, cache, ids_PL, mask_PL, positions_PL[:, -1], group, generation_config)
+    if is_own:
+        guesses = guesses or [()] * len(prompts)
+        return _sample_along(guesses, model, cache, ids_PL, mask_PL, positions_PL, group, generation_config)
     cache.batch_repeat_interleave(group)
     output = model.generate(
         input_ids=ids_PL.repeat_interleave(group, 0),
@@ -128,10 +131,10 @@ def _temperature_alone(config: GenerationConfig) -> bool:
 def _sample_along(
     guesses: Sequence[TokenIds],
     model: PreTrainedModel,
-    cache: DynamicCache,
+    prompts: DynamicCache,
     ids_PL: torch.Tensor,
     mask_PL: torch.Tensor,
-    positions_P: torch.Tensor,
+    positions_PL: torch.Tensor,
     group: int,
     config: GenerationConfig,
 ) -> list[list[int]]:
@@ -140,11 +143,10 @@ def _sample_along(
     A pass gives the distribution behind every token of a guess. A completion takes its samples from them as long as
     they are what was guessed; the first that is not ends its share of the pass, and is a sample like the others
     (speculative sampling, Leviathan et al. 2023, arXiv 2211.17192, with a guess in place of a draft model). Completions
-    that are equal so far share a row. With guesses that fail this is decoding token by token.
+    that are equal so far share a row. With guesses that fail, or none, this is decoding token by token.
 
     Args:
-        cache: of all prompts without their last token.
-        positions_P: of those last tokens.
+        prompts: cache of all prompts without their last token.
     """
     vocabulary = model.config.get_text_config().vocab_size
     completions: list[list[int]] = [[] for _ in range(len(ids_PL) * group)]
@@ -154,7 +156,8 @@ def _sample_along(
         noise_RT.uniform_()
     # One row for the completions of a prompt that are equal so far
     rows = [list(range(first, first + group)) for first in range(0, len(completions), group)]
-    mask_CK, last_C, positions_C = mask_PL[:, :-1], ids_PL[:, -1], positions_P
+    cache = PromptCache(prompts, mask_PL[:, :-1].bool(), positions_PL[:, :-1], config.max_new_tokens)
+    last_C, positions_C = ids_PL[:, -1], positions_PL[:, -1]
     reach = config.max_new_tokens  # guessed tokens in a pass
     while rows:
         reach = min(reach, LOGITS_PER_PASS // (len(rows) * vocabulary))
@@ -163,33 +166,27 @@ def _sample_along(
             done = len(completions[first])
             ahead.append(list(guesses[first // group][done : min(done + reach, config.max_new_tokens - 1)]))
         longest = max(map(len, ahead))
-        lengths_C = torch.tensor([1 + len(tokens) for tokens in ahead], device=ids_PL.device)
         padded = [[*tokens, *[config.pad_token_id] * (longest - len(tokens))] for tokens in ahead]
-        guessed_CT = torch.tensor(padded, dtype=torch.long, device=ids_PL.device).view(len(rows), longest)
-        places_T = torch.arange(1 + longest, device=ids_PL.device)
-        logits_CTV = model(
-            input_ids=torch.cat([last_C[:, None], guessed_CT], dim=1),
-            attention_mask=torch.cat([mask_CK, (places_T < lengths_C[:, None]).to(mask_CK.dtype)], dim=1),
-            position_ids=positions_C[:, None] + places_T,
-            past_key_values=cache,
-            use_cache=True,
-        ).logits
-        parted, mean_advance = _take_samples(logits_CTV, rows, ahead, completions, noise_RT, config)
+        guessed_CN = torch.tensor(padded, dtype=torch.long, device=ids_PL.device).view(len(rows), longest)
+        logits_CNV = cache.forward(
+            model,
+            torch.cat([last_C[:, None], guessed_CN], dim=1),
+            positions_C[:, None] + torch.arange(1 + longest, device=ids_PL.device),
+        )
+        parted, mean_advance = _take_samples(logits_CNV, rows, ahead, completions, noise_RT, config)
         reach = round(2 * (mean_advance - 1))  # twice what came true: bad guesses soon cost nothing
         if parted:
-            parents_C = torch.tensor([row for row, *_ in parted], device=ids_PL.device)
             advances_C = torch.tensor([len(tokens) for _, *tokens in parted], device=ids_PL.device)
-            kept_CT = (places_T < advances_C[:, None]).to(mask_CK.dtype)
-            mask_CK = torch.cat([mask_CK[parents_C], kept_CT], dim=1)
             last_C = torch.tensor([tokens[-1] for _, *tokens in parted], device=ids_PL.device)
+            parents_C = torch.tensor([row for row, *_ in parted], device=ids_PL.device)
             positions_C = positions_C[parents_C] + advances_C
-            cache.batch_select_indices(parents_C)
+            cache.select(parents_C, advances_C)
         rows = list(parted.values())
     return completions
 
 
 def _take_samples(
-    logits_CTV: torch.Tensor,
+    logits_CNV: torch.Tensor,
     rows: list[list[int]],
     ahead: list[list[int]],
     completions: list[list[int]],
@@ -198,15 +195,20 @@ def _take_samples(
 ) -> tuple[dict[tuple[int, ...], list[int]], float]:
     """Add to each completion what a pass is good for: tokens as guessed, and the first that is not.
 
-    Returns the completions that have not ended, by (row, *tokens added), and how many tokens were added on average.
+    Returns the completions that have not ended, by (row, *tokens added) in the order of the rows, and how many tokens
+    were added on average.
     """
     ends = {config.eos_token_id} if isinstance(config.eos_token_id, int) else set(config.eos_token_id)
     added = 0
     parted: dict[tuple[int, ...], list[int]] = {}
     going = members = [(row, completion) for row, of_row in enumerate(rows) for completion in of_row]
-    for t in range(logits_CTV.size(1)):
+    for t in range(logits_CNV.size(1)):
         row_W, completion_W, place_W = torch.tensor([(r, c, len(completions[c])) for r, c in going]).unbind(1)
-        sampled = _pick(logits_CTV[row_W, t], noise_RT[completion_W, place_W], config).tolist()
+        logits_WV = logits_CNV[row_W, t]
+        is_early_W = place_W < (config.min_new_tokens or 0)
+        if is_early_W.any():
+            logits_WV[is_early_W.nonzero(), sorted(ends)] = -torch.inf
+        sampled = _pick(logits_WV, noise_RT[completion_W, place_W], config).tolist()
         as_guessed = []
         for (row, completion), token in zip(going, sampled, strict=True):
             tokens = completions[completion]
@@ -221,14 +223,17 @@ def _take_samples(
         going = as_guessed
         if not going:
             break
-    return parted, added / len(members)
+    return dict(sorted(parted.items(), key=lambda part: part[0][0])), added / len(members)
 
 
 def _pick(logits_WV: torch.Tensor, noise_W: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
     """One token per row: the most probable, or the one in whose share of the cumulated distribution the noise falls."""
     if not config.do_sample:
         return logits_WV.argmax(1)
-    shares_WV = (logits_WV.float() / (config.temperature or 1.0)).softmax(1).cumsum(1)
+    logits_WV = logits_WV.float()
+    if config.temperature not in (None, 1.0):
+        logits_WV = logits_WV / config.temperature
+    shares_WV = logits_WV.softmax(1).cumsum(1)
     return torch.searchsorted(shares_WV, noise_W[:, None] * shares_WV[:, -1:], right=True)[:, 0].clamp(
         max=logits_WV.size(1) - 1
     )

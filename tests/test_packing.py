@@ -4,9 +4,22 @@ from tiny_policies import ARCHITECTURE_NAMES, add_random_adapter, plain_scores, 
 from transformers import MistralConfig, MistralForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
+from llm_policy.grpo import packing
 from llm_policy.grpo.packing import Branch, PackedGroups, attention_mask, pack_groups, packed_log_probabilities
 
 ROUNDING = {"rtol": 1e-5, "atol": 2e-5}  # of float32 sums taken in another order
+
+
+@pytest.fixture(params=[True, False], ids=["trees", "alone"])
+def layout(request, monkeypatch):
+    """Completions of a prompt in one row, or each in its own."""
+    monkeypatch.setattr(packing, "_trees_are_cheaper", lambda *_: request.param)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    monkeypatch.setattr(packing, "_trees_are_cheaper", lambda *_: False)
+
 
 LONG, SHORT, SINGLE = token_ids(30, seed=1), token_ids(7, seed=2), token_ids(1, seed=3)
 ANSWERS = [token_ids(length, seed=length) for length in (9, 1, 5, 4)]
@@ -56,7 +69,7 @@ def packed_scores(model, packed: PackedGroups, temperature: float = 1.0) -> list
     """(T, 2) log-probabilities and entropies of each completion and branch. The model is left as it was."""
     add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"))
     try:
-        values_N2 = torch.stack(packed_log_probabilities(model, model, packed), dim=1)
+        values_N2 = torch.stack(packed_log_probabilities(model, model, packed, temperature), dim=1)
     finally:
         del model.forward
     completions, branches = packed.split(values_N2)
@@ -91,8 +104,23 @@ def test_packed_scores_equal_plain_ones(architecture, case, temperature):
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_scores_are_the_same_where_each_completion_has_its_row(alone, architecture, case):
+    prompts, completions, branches, _ = CASES[case]
+    model = random_policy(architecture)
+    packed = pack_groups(prompts, completions, branches)
+    assert packed.prompts is not None
+    assert len(packed.input_ids_PL) == len(completions)
+    assert len(packed.prompts.input_ids_QJ) == len({tuple(prompt) for prompt in prompts})
+    torch.testing.assert_close(
+        packed_scores(model, packed), expected_scores(model, prompts, completions, branches), **ROUNDING
+    )
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
 @pytest.mark.parametrize("case", ["long branches", "shared prefix", "completions that begin alike"])
-def test_gradients_flow_through_what_is_shared_as_through_plain_rows(architecture, case):
+def test_gradients_flow_through_what_is_shared_as_through_plain_rows(layout, architecture, case):
     prompts, completions, branches, _ = CASES[case]
     model = random_policy(architecture)
     packed = pack_groups([*prompts, LONG], [*completions, ANSWERS[3]], branches)
@@ -188,6 +216,29 @@ def test_the_row_of_the_docstring():
         [1, 1, 1, 1, 1, 0],
         [1, 1, 1, 0, 0, 1],  # the third completion does not see the others
     ]
+
+
+def test_the_rows_of_completions_that_share_none(alone):
+    packed = pack_groups([[1, 2, 3]] * 2 + [[1, 7]], [[4, 5, 6], [4, 9], [8, 9]])
+    assert packed.prefix_ids_K.tolist() == [1]
+    assert packed.prompts.input_ids_QJ.tolist() == [[2], [0]]
+    assert packed.prompts.prompt_P.tolist() == [0, 0, 1]
+    assert packed.input_ids_PL.tolist() == [[3, 4, 5], [3, 4, 0], [7, 8, 0]]
+    assert packed.position_ids_PL[:, 0].tolist() == [2, 2, 1]
+    assert packed.visible_PLM[:, 0].int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 0, 1, 0, 0]]
+    assert packed.predictor_N.tolist() == [0, 1, 2, 3, 4, 6, 7]
+
+
+def test_completions_share_a_row_as_long_as_that_is_cheaper():
+    """One prompt of 100 tokens; the price of a comparison as in a model of 576 numbers per token."""
+
+    def is_tree(completions, length, begin_alike=0):
+        whole = [[*token_ids(begin_alike), *token_ids(length, seed=i)] for i in range(completions)]
+        return pack_groups([token_ids(100)] * completions, whole, pairs_per_token=3456).prompts is None
+
+    assert is_tree(8, 8)
+    assert not is_tree(64, 200)
+    assert is_tree(64, 4, begin_alike=200)
 
 
 def test_equal_beginnings_are_computed_once():

@@ -3,9 +3,9 @@ import copy
 import pytest
 import torch
 from tiny_policies import ARCHITECTURE_NAMES, add_random_adapter, fill_adapter, plain_scores, random_policy, token_ids
-from transformers import GenerationConfig
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from llm_policy import sampling
+from llm_policy import prompt_cache, sampling
 from llm_policy.sampling import sample_completions
 
 GROUP = 3
@@ -52,7 +52,7 @@ def test_a_shared_prefix_is_prefilled_once():
     )
     sample_completions(model, [token_ids(20) + ending for ending in PROMPTS], generation(max_new_tokens=2), GROUP)
     handle.remove()
-    assert shapes == [(1, 20), (4, 39), (12, 1), (12, 1)]
+    assert shapes[:3] == [(1, 20), (4, 39), (4, 1)]  # and as many rows as there are different completions
 
 
 @pytest.mark.parametrize("rows_per_batch", [1, GROUP, 2 * GROUP + 1, 100])
@@ -94,7 +94,7 @@ def test_each_prompt_is_prefilled_once():
     )
     sample_completions(model, PROMPTS, generation(max_new_tokens=2), GROUP)
     handle.remove()
-    assert shapes == [(4, 39), (12, 1), (12, 1)]
+    assert shapes[:2] == [(4, 39), (4, 1)]  # the last token, too
 
 
 @pytest.mark.parametrize("guess", [None, (), (7,), (399, 3)])
@@ -140,6 +140,94 @@ def test_later_tokens_follow_their_own_prefix(architecture, guess):
     surprise_ST = scores_ST2[..., 0] + scores_ST2[..., 1]  # log p + entropy: mean 0 at every position
     standard_errors_T = surprise_ST.std(0) / samples**0.5
     assert (surprise_ST.mean(0).abs() < 4 * standard_errors_T).all()
+
+
+# Models whose attention cannot be exchanged ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guess", [None, "right"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model, "is_quantized", True),
+        lambda model: setattr(model.config, "model_type", "gpt_oss"),
+    ],
+    ids=["quantised", "not tried"],
+)
+def test_other_models_decode_with_generate_and_say_so(capsys, change, guess):
+    prompt_cache._say_once.cache_clear()
+    model, config = random_policy("llama"), generation(**GREEDY)
+    expected = sample_completions(model, PROMPTS, config, GROUP)
+    assert capsys.readouterr().out == ""
+    change(model)
+    shapes = model_passes(model)
+    for _ in range(2):
+        guesses = guess and expected[::GROUP]
+        assert sample_completions(model, PROMPTS, config, GROUP, guesses=guesses) == expected
+    assert capsys.readouterr().out.count("decodes with a copy of its prompt") == 1
+    assert {rows for rows, _ in shapes} == {len(PROMPTS) * GROUP}
+
+
+@pytest.mark.parametrize("architecture", prompt_cache.TRIED)
+def test_architectures_that_share_their_prompts(architecture):
+    if architecture == "gemma3_text":
+        model = random_policy("gemma3")
+    else:
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+        tokens = {"vocab_size": 400, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 399}
+        slides = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+        own = {"mistral": slides, "qwen2": slides, "qwen3": {"head_dim": 8}, "gemma": {"head_dim": 8}}
+        config = AutoConfig.for_model(
+            architecture, num_key_value_heads=2, initializer_range=0.3, **sizes, **tokens, **own.get(architecture, {})
+        )
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+    prompt_cache._say_once.cache_clear()
+    config = generation(**GREEDY, max_new_tokens=16)
+    expected = [generated_alone(model, prompt, config) for prompt in PROMPTS]
+    assert len({tuple(completion) for completion in expected}) == len(PROMPTS)
+    shapes = model_passes(model)
+    assert sample_completions(model, PROMPTS, config, GROUP) == [c for c in expected for _ in range(GROUP)]
+    assert max(rows for rows, _ in shapes) == len(PROMPTS)  # equal completions share a row
+
+
+def test_rows_that_have_ended_and_prompts_without_rows_leave_the_batch():
+    model = random_policy("llama")
+    free = [generated_alone(model, prompt, generation(**GREEDY)) for prompt in PROMPTS]
+    config = generation(**GREEDY, eos_token_id=[free[0][1], free[1][3], free[2][5]])
+    expected = [generated_alone(model, prompt, config) for prompt in PROMPTS]
+    shapes = model_passes(model)
+    assert sample_completions(model, PROMPTS, config) == expected
+    lengths = [len(completion) for completion in expected]
+    assert len(set(lengths)) > 2
+    assert shapes == [(sum(length > i for length in lengths), 1) for i in range(max(lengths))]
+
+
+def test_no_copy_of_a_prompt_per_completion(monkeypatch):
+    """The keys that a pass reads: those of the prompts once, and of each completion its own."""
+    model, seen = random_policy("llama"), []
+
+    def counted(module, query, key, value, *arguments, behind, **options):
+        seen.append((behind.layers[0].prompt_keys_PHLD.shape[::2], key.shape[::2], key.untyped_storage().nbytes()))
+        return prompt_cache.attention_behind_prompts(module, query, key, value, *arguments, behind=behind, **options)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, prompt_cache.ATTENTION, counted)
+    torch.manual_seed(0)
+    sample_completions(model, PROMPTS, generation(), GROUP)
+    assert {prompts for prompts, _, _ in seen} == {(4, 39)}  # all but the last token of the longest
+    assert seen[-1][1] == (12, 8)
+    assert len({size for _, (rows, _), size in seen if rows == 12}) == 1  # written in place into room for all
+
+
+def test_completions_are_at_least_as_long_as_asked():
+    model = random_policy("llama")
+    first = {generated_alone(model, prompt, generation(**GREEDY))[0] for prompt in PROMPTS}
+    config = generation(**GREEDY, eos_token_id=sorted(first), min_new_tokens=5)
+    expected = [generated_alone(model, prompt, config) for prompt in PROMPTS]
+    assert min(map(len, expected)) >= 5
+    assert sample_completions(model, PROMPTS, config) == expected
+    guesses = [completion[:3] for completion in expected]
+    assert sample_completions(model, PROMPTS, config, guesses=guesses) == expected
 
 
 # Guesses ------------------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def _packed_scores(
     was_training = plain.training
     plain.eval()
     try:
-        prefix = behind_prefix(plain.base_model, packed.prefix_ids_K, len(packed.input_ids_PL))
+        prefix = behind_prefix(plain, packed)
         with prefix, only_positions(plain.base_model, packed.predictor_N):
             logits_NV = plain(
                 input_ids=packed.input_ids_PL,

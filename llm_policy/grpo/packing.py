@@ -1,6 +1,7 @@
 """All completions of one prompt in one row, a tree of tokens: what they have in common is computed once.
 
-Axes: P prompts (rows), L places in a row, K places of the shared prefix, M = K + L keys, N scored tokens.
+Axes: P rows, L places in a row, K places of the shared prefix, Q prompts that stand before rows, J places of those,
+M = K + J + L keys, N scored tokens.
 
 Two tokens of a row are one where all before them is equal, too: a prompt stands once before all its completions, and
 completions that begin alike (after the warm start they all do) part where they differ. A token sees itself and what
@@ -18,11 +19,15 @@ The last token of a completion predicts nothing and is not there. What all promp
 the game) is computed once for all rows and stands before them as a key-value cache, through which the gradient flows:
 of 116 prompt tokens of the 4x4 lake 88 are the same everywhere.
 
+In a row every token is compared with every other, and many long completions have little in common. Where that costs
+more than it saves, each completion has a row of its own, and its prompt stands before it as a cache, too (`Prompts`).
+
 A branch ("what if the answer had been UP?") is one more path through the tree. Log-probabilities, entropies and
 gradients equal those of one row per completion (tests/test_packing.py, and `check_against_stock` on the real model
 before training).
 """
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +38,8 @@ from peft.helpers import disable_input_dtype_casting
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
+from llm_policy.grpo.head import TokenLogProbabilities, finds_gradient_on_the_way
+from llm_policy.prompt_cache import mask_by_layer
 from llm_policy.sampling import TokenIds, common_prefix
 
 
@@ -46,6 +53,16 @@ class Branch:
 
 
 @dataclass
+class Prompts:
+    """Q prompts, without what all of them begin with and without their last token, computed before the rows."""
+
+    input_ids_QJ: torch.Tensor
+    position_ids_QJ: torch.Tensor
+    visible_QJM: torch.Tensor  # M = K + J
+    prompt_P: torch.Tensor  # which one stands before each row
+
+
+@dataclass
 class PackedGroups:
     """P rows of L tokens behind K tokens that they share, and where in the rows the N scored tokens are predicted.
 
@@ -55,11 +72,12 @@ class PackedGroups:
     prefix_ids_K: torch.Tensor
     input_ids_PL: torch.Tensor
     position_ids_PL: torch.Tensor
-    visible_PLM: torch.Tensor  # bool: may the query see the key? M = K + L keys, the prefix first
+    visible_PLM: torch.Tensor  # bool: may the query see the key? Keys: prefix, prompt, row
     predictor_N: torch.Tensor  # index into the flattened P * L positions
     labels_N: torch.Tensor  # token ids
     completion_lengths: list[int]
     branch_lengths: list[int]
+    prompts: Prompts | None = None  # None: each row begins with its prompt
 
     def split(self, values_N: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Per-token values -> one tensor per completion and one per branch."""
@@ -75,8 +93,9 @@ def pack_groups(
     device: torch.device | str = "cpu",
     share_prefix: bool = True,
     silent: Collection[int] = (),
+    pairs_per_token: float = math.inf,
 ) -> PackedGroups:
-    """Pack B completions with their B prompts; equal prompts share a row, whichever completion they belong to.
+    """Pack B completions with their B prompts; equal prompts are computed once, whichever completion they belong to.
 
     Args:
         prompts: token ids of each completion's prompt (B lists, at least one token each).
@@ -84,37 +103,110 @@ def pack_groups(
         branches: alternatives to score; their tokens come after the completions' in `predictor_N`.
         share_prefix: whether what all prompts begin with is taken out of the rows.
         silent: completions (by number) that are not scored; only what their branches need of them is computed.
+        pairs_per_token: so many comparisons of two tokens cost as much as the rest of the model does for one token
+            (`pairs_per_token` of a model). It decides whether completions share a row.
     """
     shared = len(common_prefix([prompt[:-1] for prompt in prompts])) if share_prefix else 0
     scored = [() if i in silent else completion for i, completion in enumerate(completions)]
     # (completion, its tokens before the scored ones, scored tokens)
     paths: list[tuple[int, TokenIds, TokenIds]] = [(i, (), completion) for i, completion in enumerate(scored)]
     paths += [(b.completion, completions[b.completion][: b.start], b.token_ids) for b in branches]
-    rows: dict[tuple[int, ...], _TokenTree] = {}
-    predictors: list[tuple[_TokenTree, int]] = []
-    labels: list[int] = []
-    for i, kept, tokens in paths:
-        if tokens:
-            row = rows.setdefault(tuple(prompts[i]), _TokenTree(len(rows)))
-            nodes = row.add([*prompts[i][shared:], *kept, *tokens[:-1]])
-            predictors.extend((row, node) for node in nodes[-len(tokens) :])
-            labels.extend(tokens)
+    paths = [path for path in paths if path[2]]
+    trees = _Rows.grown([(tuple(prompts[i]), [*prompts[i][shared:], *kept], tokens) for i, kept, tokens in paths])
+    alone = _Rows.grown([((i, *prompts[i]), [prompts[i][-1], *kept], tokens) for i, kept, tokens in paths])
+    before = list(dict.fromkeys(tuple(prompts[i]) for i, _, _ in paths))  # prompts in order of arrival
+    rests = [prompt[shared:-1] for prompt in before]
+    places = max(map(len, rests))
+    # Recomputation (`share_prefix` False) leaves no room for a cache
+    is_tree = not (share_prefix and places) or _trees_are_cheaper(trees, alone, rests, shared, pairs_per_token)
 
-    length = max(len(row.tokens) for row in rows.values())
-    tokens_PL, depths_PL, visible_PLL = (
-        torch.from_numpy(np.stack(arrays)).to(device)
-        for arrays in zip(*(row.padded(length, pad_token_id) for row in rows.values()), strict=True)
-    )
+    rows = trees if is_tree else alone
+    tokens_PL, depths_PL, visible_PLL = rows.padded(pad_token_id, device)
+    seen_before_PM = torch.ones(len(tokens_PL), shared, dtype=torch.bool, device=device)
+    packed_prompts, firsts_P = None, torch.full((len(tokens_PL),), shared, device=device)
+    if not is_tree:
+        of_rests = _Rows.grown([(prompt, (), rest) for prompt, rest in zip(before, rests, strict=True)], whole=True)
+        rests_QJ, rest_depths_QJ, rest_visible_QJJ = of_rests.padded(pad_token_id, device)
+        lengths_Q = torch.tensor([len(rest) for rest in rests], device=device)
+        prompt_P = torch.tensor([before.index(key[1:]) for key in alone.trees], device=device)
+        packed_prompts = Prompts(
+            rests_QJ, rest_depths_QJ + shared, _behind(rest_visible_QJJ, seen_before_PM[: len(rests)]), prompt_P
+        )
+        within_PJ = torch.arange(places, device=device) < lengths_Q[prompt_P, None]
+        seen_before_PM = torch.cat([seen_before_PM, within_PJ], dim=1)
+        firsts_P = shared + lengths_Q[prompt_P]
     return PackedGroups(
         prefix_ids_K=torch.tensor(prompts[0][:shared], dtype=torch.long, device=device),
         input_ids_PL=tokens_PL,
-        position_ids_PL=depths_PL + shared,
-        visible_PLM=torch.cat([visible_PLL.new_ones(*tokens_PL.shape, shared), visible_PLL], dim=2),
-        predictor_N=torch.tensor([row.number * length + node for row, node in predictors], device=device),
-        labels_N=torch.tensor(labels, device=device),
+        position_ids_PL=depths_PL + firsts_P[:, None],
+        visible_PLM=_behind(visible_PLL, seen_before_PM),
+        predictor_N=torch.tensor(rows.predictors(tokens_PL.size(1)), device=device),
+        labels_N=torch.tensor([token for _, _, tokens in paths for token in tokens], device=device),
         completion_lengths=[len(completion) for completion in scored],
         branch_lengths=[len(branch.token_ids) for branch in branches],
+        prompts=packed_prompts,
     )
+
+
+def _trees_are_cheaper(
+    trees: "_Rows", alone: "_Rows", rests: Sequence[TokenIds], shared: int, pairs_per_token: float
+) -> bool:
+    """Whether completions of a prompt in one row cost less than rows of their own behind the rests of the prompts."""
+    places = max(map(len, rests))
+    prompts = len(rests) * places * (1 + (shared + places) / pairs_per_token)
+    return trees.cost(shared, pairs_per_token) <= prompts + alone.cost(shared + places, pairs_per_token)
+
+
+def pairs_per_token(model: PreTrainedModel) -> float:
+    """How many comparisons of two tokens cost as much as the rest of a layer does for one.
+
+    About 12 H^2 multiplications in a layer's matrices, against 2 H for a pair.
+    """
+    return 6.0 * model.config.get_text_config().hidden_size
+
+
+def _behind(visible_PLL: torch.Tensor, seen_before_PM: torch.Tensor) -> torch.Tensor:
+    """What each token of a row sees, with all that the row sees before its first token."""
+    return torch.cat([seen_before_PM[:, None].expand(-1, visible_PLL.size(1), -1), visible_PLL], dim=2)
+
+
+@dataclass
+class _Rows:
+    """Token trees by key, and (tree, its nodes) that predict the scored tokens of each path."""
+
+    trees: "dict[tuple[int, ...], _TokenTree]"
+    scored: "list[tuple[_TokenTree, list[int]]]"
+
+    @staticmethod
+    def grown(paths: Sequence[tuple[tuple[int, ...], TokenIds, TokenIds]], whole: bool = False) -> "_Rows":
+        """From paths of (key, tokens before the scored ones, scored tokens), each in the tree of its key.
+
+        Args:
+            whole: the last token of a path, which predicts none of it, has its place as well.
+        """
+        rows = _Rows({}, [])
+        for key, before, tokens in paths:
+            tree = rows.trees.setdefault(key, _TokenTree(len(rows.trees)))
+            nodes = tree.add([*before, *(tokens if whole else tokens[:-1])])
+            rows.scored.append((tree, nodes[-len(tokens) :]))
+        return rows
+
+    @property
+    def length(self) -> int:
+        return max(len(tree.tokens) for tree in self.trees.values())
+
+    def cost(self, before: int, pairs_per_token: float) -> float:
+        """Of the padded rows behind so many tokens, in tokens."""
+        return len(self.trees) * self.length * (1 + (before + self.length) / pairs_per_token)
+
+    def padded(self, pad_token_id: int, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens (P, L), depths (P, L) and what each sees of its row (P, L, L)."""
+        arrays = zip(*(tree.padded(self.length, pad_token_id) for tree in self.trees.values()), strict=True)
+        tokens_PL, depths_PL, visible_PLL = (torch.from_numpy(np.stack(array)).to(device) for array in arrays)
+        return tokens_PL, depths_PL, visible_PLL
+
+    def predictors(self, length: int) -> list[int]:
+        return [tree.number * length + node for tree, nodes in self.scored for node in nodes]
 
 
 class _TokenTree:
@@ -154,52 +246,63 @@ class _TokenTree:
 
 
 def attention_mask(model: PreTrainedModel, packed: PackedGroups) -> torch.Tensor | dict[str, torch.Tensor]:
-    """`packed.visible_PLM` in the form that the model's attention takes (one mask, or one for each kind of layer).
+    """`packed.visible_PLM` in the form that the model's attention takes (one mask, or one for each kind of layer)."""
+    key_positions_PM = _prefix_positions(packed, len(packed.position_ids_PL))
+    if packed.prompts:
+        of_prompts_PJ = packed.prompts.position_ids_QJ[packed.prompts.prompt_P]
+        key_positions_PM = torch.cat([key_positions_PM, of_prompts_PJ], dim=1)
+    key_positions_PM = torch.cat([key_positions_PM, packed.position_ids_PL], dim=1)
+    return _mask(model, packed.visible_PLM, packed.position_ids_PL, key_positions_PM)
 
-    Sliding-window layers see, besides, only the last `config.sliding_window` positions.
-    """
+
+def _prefix_positions(packed: PackedGroups, rows: int) -> torch.Tensor:
+    return torch.arange(len(packed.prefix_ids_K), device=packed.prefix_ids_K.device).expand(rows, -1)
+
+
+def _mask(
+    model: PreTrainedModel, visible_PLM: torch.Tensor, positions_PL: torch.Tensor, key_positions_PM: torch.Tensor
+) -> torch.Tensor | dict[str, torch.Tensor]:
     config = model.config.get_text_config()
 
-    def as_mask(visible_PLM: torch.Tensor) -> torch.Tensor:
-        visible_P1LM = visible_PLM[:, None]
+    def as_mask(visible: torch.Tensor) -> torch.Tensor:
         if config._attn_implementation == "sdpa":
-            return visible_P1LM
-        return torch.zeros(visible_P1LM.shape, dtype=model.dtype, device=visible_PLM.device).masked_fill_(
-            ~visible_P1LM, torch.finfo(model.dtype).min
+            return visible
+        return torch.zeros(visible.shape, dtype=model.dtype, device=visible.device).masked_fill_(
+            ~visible, torch.finfo(model.dtype).min
         )
 
-    window = getattr(config, "sliding_window", None)
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    if window is None or layer_types == {"full_attention"}:
-        return as_mask(packed.visible_PLM)
-    prefix_positions_K = torch.arange(len(packed.prefix_ids_K), device=packed.position_ids_PL.device)
-    key_positions_PM = torch.cat(
-        [prefix_positions_K.expand(len(packed.position_ids_PL), -1), packed.position_ids_PL], dim=1
-    )
-    distance_PLM = packed.position_ids_PL[:, :, None] - key_positions_PM[:, None, :]
-    sliding = as_mask(packed.visible_PLM & (distance_PLM < window))
-    if not layer_types:  # an architecture in which every layer slides
-        return sliding
-    return {"full_attention": as_mask(packed.visible_PLM), "sliding_attention": sliding}
+    return mask_by_layer(config, visible_PLM, positions_PL, key_positions_PM, as_mask)
 
 
 @contextmanager
-def behind_prefix(backbone: nn.Module, prefix_ids_K: torch.Tensor, rows: int) -> Iterator[None]:
-    """Inside, `backbone` computes `prefix_ids_K` first and puts its keys and values, with gradient, before every row.
+def behind_prefix(model: PreTrainedModel, packed: PackedGroups) -> Iterator[None]:
+    """Inside, the backbone of `model` computes what stands before the rows first: its keys and values, with gradient.
 
     A hook, so that it happens within the call of whatever wraps the model for several processes.
     """
 
     def compute_prefix(module, arguments, keywords):
         cache = DynamicCache()  # told of no sliding windows: what a layer sees is the mask's business
-        module.forward(input_ids=prefix_ids_K.unsqueeze(0), past_key_values=cache, use_cache=True)
-        cache.batch_repeat_interleave(rows)
+        if len(packed.prefix_ids_K):
+            module.forward(input_ids=packed.prefix_ids_K.unsqueeze(0), past_key_values=cache, use_cache=True)
+            cache.batch_repeat_interleave(len(packed.prompts.input_ids_QJ if packed.prompts else packed.input_ids_PL))
+        if packed.prompts:
+            positions_QJ = packed.prompts.position_ids_QJ
+            key_positions_QM = torch.cat([_prefix_positions(packed, len(positions_QJ)), positions_QJ], dim=1)
+            module.forward(
+                input_ids=packed.prompts.input_ids_QJ,
+                position_ids=positions_QJ,
+                attention_mask=_mask(model, packed.prompts.visible_QJM, positions_QJ, key_positions_QM),
+                past_key_values=cache,
+                use_cache=True,
+            )
+            cache.batch_select_indices(packed.prompts.prompt_P)
         return arguments, {**keywords, "past_key_values": cache}
 
-    if len(prefix_ids_K) == 0:
+    if len(packed.prefix_ids_K) == 0 and packed.prompts is None:
         yield
         return
-    handle = backbone.register_forward_pre_hook(compute_prefix, with_kwargs=True)
+    handle = model.base_model.register_forward_pre_hook(compute_prefix, with_kwargs=True)
     try:
         yield
     finally:
@@ -224,10 +327,31 @@ def only_positions(backbone: nn.Module, positions_N: torch.Tensor) -> Iterator[N
         handle.remove()
 
 
+@contextmanager
+def kept_from_head(backbone: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Inside, the hidden states of `backbone` go to the list, and none to the head."""
+    kept: list[torch.Tensor] = []
+
+    def keep(_module, _arguments, output):
+        kept.append(output.last_hidden_state)
+        output.last_hidden_state = output.last_hidden_state[:, :0]
+        return output
+
+    handle = backbone.register_forward_hook(keep)
+    try:
+        yield kept
+    finally:
+        handle.remove()
+
+
 def packed_log_probabilities(
-    model: nn.Module, plain_model: PreTrainedModel, packed: PackedGroups
+    model: nn.Module,
+    plain_model: PreTrainedModel,
+    packed: PackedGroups,
+    temperature: float = 1.0,
+    own_head: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability and entropy (nats) of each scored token, both (N,), under the temperature of the fused head.
+    """Log-probability and entropy (nats) of each scored token, both (N,).
 
     PEFT casts the input of each LoRA layer to float32. Under autocast, which casts it back, that only costs memory: a
     fifth of the peak (LOG.md).
@@ -235,18 +359,24 @@ def packed_log_probabilities(
     Args:
         model: what to call: the model itself, or its wrapper for several processes.
         plain_model: the transformers model inside, after `trl.trainer.utils.add_fused_lm_head`.
+        temperature: as the fused head has it.
+        own_head: the entropies need no gradient, so that llm_policy/grpo/head.py may stand in for TRL's head.
     """
     backbone = plain_model.base_model
-    prefix = behind_prefix(backbone, packed.prefix_ids_K, len(packed.input_ids_PL))
+    inputs = {
+        "input_ids": packed.input_ids_PL,
+        "position_ids": packed.position_ids_PL,
+        "attention_mask": attention_mask(plain_model, packed),
+    }
+    prefix = behind_prefix(plain_model, packed)
     is_autocast = torch.is_autocast_enabled(packed.input_ids_PL.device.type)
     is_recomputed = plain_model.is_activation_checkpointing  # after this block, with the casts
     uncast = disable_input_dtype_casting(model, active=is_autocast and not is_recomputed)
     with prefix, only_positions(backbone, packed.predictor_N), uncast:
-        output = model(
-            input_ids=packed.input_ids_PL,
-            position_ids=packed.position_ids_PL,
-            attention_mask=attention_mask(plain_model, packed),
-            shift_labels=packed.labels_N.unsqueeze(0),
-            fused_lm_head=True,
-        )
+        if own_head and finds_gradient_on_the_way(plain_model):
+            with kept_from_head(backbone) as hidden:
+                model(**inputs)
+            weight_VH = plain_model.get_output_embeddings().weight
+            return TokenLogProbabilities.apply(hidden[0][0], weight_VH, packed.labels_N, temperature)
+        output = model(**inputs, shift_labels=packed.labels_N.unsqueeze(0), fused_lm_head=True)
     return output.log_probs[0], output.entropy[0]

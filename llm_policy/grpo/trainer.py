@@ -25,7 +25,7 @@ from llm_policy.grpo.expected import (
     luck_of_actions,
     without_answers,
 )
-from llm_policy.grpo.packing import Branch, pack_groups, packed_log_probabilities
+from llm_policy.grpo.packing import Branch, pack_groups, packed_log_probabilities, pairs_per_token
 from llm_policy.sampling import sample_completions
 
 OBJECTIVES = (*TERMS, "grpo")
@@ -250,9 +250,13 @@ class PolicyTrainer(GRPOTrainer):
             input_ids.device,
             share_prefix=not plain_model.is_activation_checkpointing,  # which drops a cache in the middle of a pass
             silent={row_of[i] for i in scored if skipped_B[i]},
+            pairs_per_token=pairs_per_token(plain_model),
         )
         with self.accelerator.autocast():
-            log_probabilities_N, entropies_N = packed_log_probabilities(model, plain_model, packed)
+            own_head = not (self._entropy_bonus_enabled or self.args.cast_lm_head_to_fp32)
+            log_probabilities_N, entropies_N = packed_log_probabilities(
+                model, plain_model, packed, self.temperature, own_head
+            )
         completions, self._branch_log_probabilities = packed.split(log_probabilities_N.float())
         self._own_log_probabilities = dict(zip(scored, completions, strict=True))
         entropies, _ = packed.split(entropies_N.float())

@@ -1,0 +1,239 @@
+"""Decoding many completions of a prompt with one copy of the prompt's keys and values.
+
+`generate` holds the prompt once per completion and copies all of it for every token. Here each prompt stands once. All
+rows that continue it ask its keys in one product, and their own tokens' keys, which are written in place, in another.
+One softmax over both gives what plain attention gives, up to rounding (Hydragen, Juravsky et al. 2024, arXiv
+2402.05099; bifurcated attention, Athiwaratkun et al. 2024, arXiv 2403.08845; both join two softmaxes by their
+log-sum-exp, which is the same number):
+
+                       prompt 0         prompt 1
+    keys, once     [ p p p p p p ]  [ p p p p p p ]
+    rows            a a a   b b         c d d          their own tokens, each behind its prompt
+
+Axes: P prompts, C rows, N tokens of a pass, L places of a prompt, K own places, H key-value heads, R query heads per
+key-value head, D of a head.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+ATTENTION = "behind_prompts"
+TRIED = (  # architectures whose attention is nothing else (tests/test_sampling.py)
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "olmo2", "granite", "smollm3",
+)  # fmt: skip
+
+
+class PromptCache(Cache):
+    """Keys and values of P prompts, and those of C rows that continue them; at first one row for each prompt.
+
+    Args:
+        prompts: cache of all prompts, from a plain forward pass.
+        visible_PL: False where a prompt is padded.
+        positions_PL: of the prompts' tokens.
+        capacity: own places of a row to begin with; more are made when needed.
+    """
+
+    def __init__(
+        self, prompts: DynamicCache, visible_PL: torch.Tensor, positions_PL: torch.Tensor, capacity: int
+    ) -> None:
+        super().__init__(layers=[OwnLayer(layer.keys, layer.values, capacity) for layer in prompts.layers])
+        self.visible_PL, self.positions_PL = visible_PL, positions_PL
+        self.prompt_C = torch.arange(len(visible_PL), device=visible_PL.device)  # each row's prompt, ascending
+        self.visible_CK = visible_PL[:, :0]  # own places that are read; a wrong guess leaves some that are not
+        self.positions_CK = positions_PL[:, :0]
+        self._arrange()
+
+    def forward(self, model: PreTrainedModel, ids_CN: torch.Tensor, positions_CN: torch.Tensor) -> torch.Tensor:
+        """Logits (C, N, V) of the rows' next tokens; their keys and values are kept."""
+        among_CNN = torch.ones(*ids_CN.shape, ids_CN.size(1), dtype=torch.bool, device=ids_CN.device).tril()
+        before_CM = torch.cat([self.visible_PL[self.prompt_C], self.visible_CK], dim=1)
+        visible_CNM = torch.cat([before_CM[:, None].expand(-1, ids_CN.size(1), -1), among_CNN], dim=2)
+        self.positions_CK = torch.cat([self.positions_CK, positions_CN], dim=1)
+        key_positions_CM = torch.cat([self.positions_PL[self.prompt_C], self.positions_CK], dim=1)
+        config = model.config.get_text_config()
+        usual, config._attn_implementation = config._attn_implementation, ATTENTION
+        try:
+            return model(
+                input_ids=ids_CN,
+                position_ids=positions_CN,
+                attention_mask=mask_by_layer(config, visible_CNM, positions_CN, key_positions_CM, lambda mask: mask),
+                past_key_values=self,
+                use_cache=True,
+                behind=self,
+            ).logits
+        finally:
+            config._attn_implementation = usual
+
+    def select(self, parents_C: torch.Tensor, kept_C: torch.Tensor) -> None:
+        """Row i continues row `parents_C[i]` (ascending) with the first `kept_C[i]` tokens of its last pass.
+
+        Prompts that no row continues are forgotten.
+        """
+        last = self.positions_CK.size(1) - self.visible_CK.size(1)
+        kept_CN = torch.arange(last, device=kept_C.device) < kept_C[:, None]
+        self.visible_CK = torch.cat([self.visible_CK[parents_C], kept_CN], dim=1)
+        self.positions_CK = self.positions_CK[parents_C]
+        kept_P, self.prompt_C = self.prompt_C[parents_C].unique(return_inverse=True)
+        is_fewer = len(kept_P) < len(self.visible_PL)
+        if is_fewer:
+            self.visible_PL, self.positions_PL = self.visible_PL[kept_P], self.positions_PL[kept_P]
+        for layer in self.layers:
+            layer.select(parents_C, kept_P if is_fewer else None)
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Where each row stands in a block of prompts x rows of one prompt; None where the rows are that block."""
+        prompts = len(self.visible_PL)
+        counts_P = self.prompt_C.bincount(minlength=prompts)
+        width = int(counts_P.max())
+        firsts_P = counts_P.cumsum(0) - counts_P
+        within_C = torch.arange(len(self.prompt_C), device=self.prompt_C.device) - firsts_P[self.prompt_C]
+        is_full = bool((counts_P == width).all())
+        self.block = (prompts, width)
+        self.places_C = None if is_full else self.prompt_C * width + within_C
+
+    def as_block(self, rows: torch.Tensor) -> torch.Tensor:
+        """(C, ...) -> (P, rows of a prompt, ...), zeros where a prompt has fewer."""
+        if self.places_C is not None:
+            padded = rows.new_zeros(self.block[0] * self.block[1], *rows.shape[1:])
+            padded[self.places_C] = rows
+            rows = padded
+        return rows.view(*self.block, *rows.shape[1:])
+
+    def as_rows(self, block: torch.Tensor) -> torch.Tensor:
+        """(P, rows of a prompt, ...) -> (C, ...)."""
+        rows = block.flatten(0, 1)
+        return rows if self.places_C is None else rows[self.places_C]
+
+
+class OwnLayer(DynamicLayer):
+    """One layer: the prompts' keys and values, and a row's own, written in place into room for all of them."""
+
+    def __init__(self, prompt_keys_PHLD: torch.Tensor, prompt_values_PHLD: torch.Tensor, capacity: int) -> None:
+        super().__init__()
+        self.prompt_keys_PHLD, self.prompt_values_PHLD = prompt_keys_PHLD, prompt_values_PHLD
+        self.length, self.capacity = 0, capacity  # of a row: places written, places there are
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_args, **_options):
+        before, self.length = self.length, self.length + key_states.size(2)
+        if self.keys is None or self.length > self.capacity:
+            self.capacity = max(self.capacity, 2 * self.length if before else self.length)
+            self.keys, self.values = (self._with_room(own, new, before) for own, new in (
+                (self.keys, key_states), (self.values, value_states)
+            ))  # fmt: skip
+        self.keys[:, :, before : self.length] = key_states
+        self.values[:, :, before : self.length] = value_states
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def _with_room(self, own: torch.Tensor | None, like: torch.Tensor, written: int) -> torch.Tensor:
+        roomy = like.new_empty(*like.shape[:2], self.capacity, like.size(3))
+        if own is not None:
+            roomy[:, :, :written] = own[:, :, :written]
+        return roomy
+
+    def select(self, parents_C: torch.Tensor, kept_P: torch.Tensor | None) -> None:
+        if kept_P is not None:
+            self.prompt_keys_PHLD = self.prompt_keys_PHLD[kept_P]
+            self.prompt_values_PHLD = self.prompt_values_PHLD[kept_P]
+        if len(parents_C) == len(self.keys) and bool((parents_C.diff() == 1).all()):
+            return  # every row goes on by itself
+        self.keys, self.values = (
+            self._with_room(own[parents_C, :, : self.length], own[:1].expand(len(parents_C), -1, -1, -1), self.length)
+            for own in (self.keys, self.values)
+        )
+
+    def get_seq_length(self) -> int:
+        return self.length + self.prompt_keys_PHLD.size(2)
+
+
+def attention_behind_prompts(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float,
+    behind: PromptCache,
+    **_options,
+) -> tuple[torch.Tensor, None]:
+    """An attention function of transformers: `query` (C, H * R, N, D) over its prompt's keys and its own.
+
+    Args:
+        key, value: a row's own, (C, H, K, D).
+        attention_mask: bool, (C, 1, N, L + K), the prompt's places first: may the query see the key?
+        behind: the cache that `key` and `value` come from.
+    """
+    layer = behind.layers[module.layer_idx]
+    rows, heads, count = query.size(0), key.size(1), query.size(2)
+    query_CHQD = query.reshape(rows, heads, -1, query.size(3)) * scaling  # Q: R query heads x N tokens
+
+    def of_prompts(own_CHQX: torch.Tensor, prompts_PHXY: torch.Tensor) -> torch.Tensor:
+        """Every row times its prompt's matrix, (C, H, Q, Y): one product per prompt and head."""
+        block_PHGQX = behind.as_block(own_CHQX).transpose(1, 2)
+        product = block_PHGQX.flatten(2, 3) @ prompts_PHXY
+        return behind.as_rows(product.unflatten(2, block_PHGQX.shape[2:4]).transpose(1, 2))
+
+    scores = torch.cat(
+        [of_prompts(query_CHQD, layer.prompt_keys_PHLD.transpose(2, 3)), query_CHQD @ key.transpose(2, 3)], dim=3
+    )
+    scores = scores.reshape(rows, -1, count, scores.size(3)).masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype).view(rows, heads, -1, scores.size(3))
+    places = layer.prompt_keys_PHLD.size(2)
+    seen = of_prompts(weights[..., :places], layer.prompt_values_PHLD) + weights[..., places:] @ value
+    return seen.reshape(rows, -1, count, seen.size(3)).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, attention_behind_prompts)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def mask_by_layer(
+    config: PreTrainedConfig,
+    visible_CNM: torch.Tensor,
+    positions_CN: torch.Tensor,
+    key_positions_CM: torch.Tensor,
+    as_mask: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """The mask that a model's attention takes, (C, 1, N, M), or one for each kind of layer that it has.
+
+    Sliding-window layers see, of what is visible, only the last `config.sliding_window` positions.
+
+    Args:
+        as_mask: bool mask -> what the attention function takes.
+    """
+    visible = visible_CNM[:, None]
+    window = getattr(config, "sliding_window", None)
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if window is None or layer_types == {"full_attention"}:
+        return as_mask(visible)
+    distance_CNM = positions_CN[:, :, None] - key_positions_CM[:, None, :]
+    sliding = as_mask(visible & (distance_CNM < window)[:, None])
+    if not layer_types:  # an architecture in which every layer slides
+        return sliding
+    return {"full_attention": as_mask(visible), "sliding_attention": sliding}
+
+
+def holds_prompts_once(model: PreTrainedModel) -> bool:
+    """Whether the model's attention may be exchanged for `attention_behind_prompts`; says once where it may not.
+
+    Others do more than this attention does (Gemma 2 caps scores, GPT-OSS has sinks), or were not tried, as quantised
+    models were not.
+    """
+    config = model.config.get_text_config()
+    is_usual = config._attn_implementation in ("sdpa", "eager") and not getattr(model, "is_quantized", False)
+    if config.model_type in TRIED and is_usual:
+        return True
+    _say_once(f"{config.model_type}: each completion decodes with a copy of its prompt, which is slower")
+    return False
+
+
+@cache
+def _say_once(line: str) -> None:
+    print(line, flush=True)
