@@ -37,7 +37,10 @@ from llm_policy.run_files import ROOT
 
 RESULTS = ROOT / "results"
 BEGIN, END = "<!-- {name}: written by report.py -->", "<!-- end of {name} -->"
-SECTIONS = ("summary", "results", "ablations", "supervision", "maps", "observations", "probe", "search", "speed")
+SECTIONS = (
+    "summary", "results", "ablations", "supervision", "supervision_maps", "maps", "observations", "probe", "search",
+    "speed",
+)  # fmt: skip
 
 # The studies: folders of results/. Those of training hold seeds that were trained on lakes.
 CANONICAL, ORIGINAL, ABLATIONS, SUPERVISION, MAPS, SEARCH, SPEED = (
@@ -511,7 +514,7 @@ def _first_optimum(metrics: list[dict]) -> int | str:
 
 def maps_section(results: Mapping[str, list[dict]]) -> str:
     """One row per result: policies on maps never seen in training, in percent of the optimum of the same maps."""
-    others = ("untrained", "shortest path", "best constant action", "uniform random")
+    others = ("untrained", "warm start", "shortest path", "best constant action", "uniform random")
     headers = [
         "result", "observation", "trained, percent of the optimum", *others, "success of the optimum",
         "optimal states per map", f"right where only {', '.join(ACTIONS)} is optimal",
@@ -659,23 +662,29 @@ def search_section(searches: Mapping[str, list[dict]], trained: Mapping[str, lis
 
 
 def speed_section() -> str:
-    """speed/step_time/*.json: seconds per step of TRL's path and of this one, their parts, and the ratio."""
+    """speed/step_time/*.json: a step on TRL's path and on this one, with its parts, and the ratio."""
     headers = (
-        "benchmark", "path", "seconds per step", "sampling", "training pass", "rest", "tokens computed",
-        "peak memory, GB", "date, commit",
+        "benchmark", "TRL / here", "seconds per step", "sampling", "training pass", "tokens computed",
+        "peak memory, GB", "sampling, times its floor", "processor", "date, commit",
     )  # fmt: skip
     rows = []
     for file in sorted((RESULTS / SPEED / "step_time").glob("*.json")):
-        content, when = read_json(file), date_and_commit(made(file))
-        label = link(file.stem, SPEED, "step_time", file.name)
-        for path, m in content["medians"].items():
-            seconds = [f"{m[key]:.1f}" for key in ("seconds", "sampling", "training_pass", "rest")]
-            memory = f"{content['peak_memory_gb'][path]:.2f}"
-            rows.append([label, path, *seconds, f"{m['tokens']:.0f}", memory, when])
+        content = read_json(file)
+        stock, packed = (content["medians"][path] for path in ("stock TRL", "packed"))
         ratios = [a["seconds"] / b["seconds"] for a, b in zip(*content["rounds"].values(), strict=True)]
-        spread = f"{min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} rounds"
-        ratio = f"**stock / packed: {np.median(ratios):.2f}** ({spread}), {content['device']}"
-        rows.append([label, ratio, *[""] * 6, when])
+        parts = [f"{stock[part]:.1f}, {packed[part]:.1f}" for part in ("seconds", "sampling", "training_pass")]
+        rows.append(
+            [
+                link(file.stem, SPEED, "step_time", file.name),
+                f"**{np.median(ratios):.1f}** ({min(ratios):.1f} to {max(ratios):.1f})",
+                *parts,
+                f"{stock['tokens']:.0f}, {packed['tokens']:.0f}",
+                ", ".join(f"{content['peak_memory_gb'][path]:.1f}" for path in ("stock TRL", "packed")),
+                f"{packed['sampling'] / content['floor_of_sampling']:.1f}",
+                f"{content['device']}, {content['processor']}",
+                date_and_commit(made(file)),
+            ]
+        )
     return markdown(headers, rows)
 
 
@@ -687,12 +696,14 @@ def all_sections(results: Mapping[str, list[dict]]) -> dict[str, str]:
     observations = {name: seeds for name, seeds in on_maps.items() if name.startswith(OBSERVATION)}
     maps = {name: seeds for name, seeds in on_maps.items() if name not in observations}
     unchanged = {name: seeds for name, seeds in maps.items() if name == OBSERVED}
+    taught = {name: seeds for name, seeds in of_studies(results, SUPERVISION).items() if "_maps_" in name}
     on_one_lake = of_studies(results, CANONICAL, ORIGINAL)
     sections = {
         "summary": summary_section(results, searches) if on_one_lake else None,
         "results": results_section(on_one_lake) if on_one_lake else None,
         "ablations": ablations_section(results) if of_studies(results, ABLATIONS) else None,
         "supervision": supervision_section(results) if "cloning_slippery" in results else None,
+        "supervision_maps": maps_section(taught) if taught else None,
         "maps": maps_section(maps) if maps else None,
         "observations": maps_section(unchanged | observations) if observations else None,
         "search": search_section(searches, results) if searches else None,

@@ -148,7 +148,7 @@ def messages_of(state: int, number: int, tokenizer: PreTrainedTokenizerBase, pro
 def floor_of_sampling(model: torch.nn.Module, rows: int, tokens: int) -> float:
     """Seconds of the matrix products alone that decoding takes: every linear layer on `rows` rows, `tokens` times."""
     plain = model.get_base_model()
-    base = [m.get_base_layer() if isinstance(m, LoraLayer) else m for m in plain.modules()]
+    base = [m.get_base_layer() if isinstance(m, LoraLayer) else m for n, m in plain.named_modules() if "lora_" not in n]
     layers = list({id(m): m for m in base if isinstance(m, torch.nn.Linear)}.values())
     inputs = {n: torch.randn(rows, n, device=model.device, dtype=plain.dtype) for n in {m.in_features for m in layers}}
     seconds = []

@@ -311,16 +311,19 @@ def test_speed_section(results):
     rounds = {"stock TRL": (40.0, 42.0), "packed": (10.0, 7.0)}
     content = {
         "device": "2 CPU threads",
+        "processor": "a processor",
         "commit": "b" * 40,
         "medians": {"stock TRL": {"seconds": 40.0, **parts}, "packed": {"seconds": 10.0, **parts}},
         "rounds": {name: [{"seconds": s} for s in steps] for name, steps in rounds.items()},
         "peak_memory_gb": {"stock TRL": 5.0, "packed": 4.0},
+        "floor_of_sampling": 0.5,
     }
     (results / "speed/step_time/one.json").write_text(json.dumps(content))
-    assert "**stock / packed: 5.00** (4.00 to 6.00 in 2 rounds), 2 CPU threads" in report.speed_section()
-    for line in report.speed_section().splitlines()[2:]:
-        assert line.startswith("| [one](results/speed/step_time/one.json) |")
-        assert line.endswith(f"| {WHEN} |")
+    (line,) = report.speed_section().splitlines()[2:]
+    assert line == (
+        "| [one](results/speed/step_time/one.json) | **5.0** (4.0 to 6.0) | 40.0, 10.0 | 2.0, 2.0 | 3.0, 3.0 "
+        f"| 100, 100 | 5.0, 4.0 | 4.0 | 2 CPU threads, a processor | {WHEN} |"
+    )
 
 
 def test_probe_section(results):

@@ -43,6 +43,10 @@ from llm_policy.prompt_cache import mask_by_layer
 from llm_policy.sampling import TokenIds, common_prefix
 
 
+# Measured (two threads of an AMD EPYC): with it 11 x 8 completions of 32 tokens are trees, which are a tenth faster
+PAIRS_PER_COPIED_KEY = 170
+
+
 @dataclass(frozen=True)
 class Branch:
     """Continue completion `completion` with `token_ids` instead of its own tokens from `start` on."""
@@ -196,8 +200,9 @@ class _Rows:
         return max(len(tree.tokens) for tree in self.trees.values())
 
     def cost(self, before: int, pairs_per_token: float) -> float:
-        """Of the padded rows behind so many tokens, in tokens."""
-        return len(self.trees) * self.length * (1 + (before + self.length) / pairs_per_token)
+        """Of the padded rows behind so many tokens, whose keys are copied to each row, in tokens."""
+        pairs = self.length * (before + self.length) + before * PAIRS_PER_COPIED_KEY
+        return len(self.trees) * (self.length + pairs / pairs_per_token)
 
     def padded(self, pad_token_id: int, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tokens (P, L), depths (P, L) and what each sees of its row (P, L, L)."""
