@@ -22,6 +22,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from datetime import date
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -52,6 +53,7 @@ from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.grpo.warm_start import Lesson, teach_format
 from llm_policy.hardware import processor_name
 from llm_policy.models import EMBEDDED_MODEL, load_model, load_tokenizer
+from llm_policy.run_files import commit
 from tasks.frozen_lake import lake_words
 
 PATHS = {"stock TRL": False, "packed": True}
@@ -291,10 +293,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if others.output:
         on_gpu = torch.cuda.is_available()
         device = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} CPU threads"
-        content = {"command": argv, "device": device, "processor": processor_name(on_gpu),
-                   "torch": torch.__version__, "rounds": rounds, "medians": medians, "peak_memory_gb": memory,
-                   "floor_of_sampling": floor,
-                   "ratio": float(np.median(ratios))}  # fmt: skip
+        content = {"command": argv, "date": date.today().isoformat(), "commit": commit(), "device": device,
+                   "processor": processor_name(on_gpu), "torch": torch.__version__, "rounds": rounds,
+                   "medians": medians, "peak_memory_gb": memory,
+                   "floor_of_sampling": floor, "ratio": float(np.median(ratios))}  # fmt: skip
         Path(others.output).parent.mkdir(parents=True, exist_ok=True)
         Path(others.output).write_text(json.dumps(content, indent=1) + "\n")
 

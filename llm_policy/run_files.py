@@ -130,6 +130,12 @@ def check_same_run(output_dir: Path, groups: Sequence, may_differ: Collection[st
             )
 
 
+def commit() -> str:
+    """The commit that is checked out; "unknown" outside a repository."""
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
 def write_run_files(
     output_dir: Path, groups: Sequence, config: str, seed: int, settings: dict, device: str,
     resume: str = "the same command",
@@ -146,13 +152,10 @@ def write_run_files(
     with writing(f"--output_dir {output_dir}", f"once it can, {resume} resumes the run"):
         output_dir.mkdir(parents=True, exist_ok=True)
         write_whole(output_dir / CONFIG_FILE, yaml.safe_dump(resolved_config(*groups), sort_keys=False))
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-        ).stdout.strip()
         part = {
             "date": date.today().isoformat(),
             "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
-            "commit": commit or "unknown",
+            "commit": commit(),
             "device": device,
         }
         file = output_dir / RUN_FILE

@@ -42,7 +42,6 @@ from llm_policy.grpo.head import TokenLogProbabilities, finds_gradient_on_the_wa
 from llm_policy.prompt_cache import mask_by_layer
 from llm_policy.sampling import TokenIds, common_prefix
 
-
 # Measured (two threads of an AMD EPYC): with it 11 x 8 completions of 32 tokens are trees, which are a tenth faster
 PAIRS_PER_COPIED_KEY = 170
 

@@ -52,13 +52,14 @@ class PolicyTrainer(GRPOTrainer):
 
     Departures from TRL's trainer:
 
-    1. Sampling: the prompt is prefilled once per group, guessed completions are scored in one pass (`guesses`,
-       llm_policy/sampling.py), and the adapter is merged into a copy of the weights, so that decoding runs plain
-       matrices (`merged_sampling`; through the adapter where a GPU has no room for the copy). With vLLM or continuous
-       batching TRL's own path is used.
-    2. Training pass: a prompt and its group are one tree of tokens in one row (llm_policy/grpo/packing.py); completions
-       whose advantage is zero skip the pass, or what follows their answer, where nothing else in the loss needs them.
-       Equal to stock up to rounding; `packed=False` takes TRL's pass.
+    1. Sampling: the prompt is computed and kept once per group (llm_policy/prompt_cache.py), guessed completions are
+       scored in one pass (`guesses`, llm_policy/sampling.py), and the adapter is merged into a copy of the weights, so
+       that decoding runs plain matrices (`merged_sampling`; through the adapter where a GPU has no room for the copy).
+       With vLLM or continuous batching TRL's own path is used.
+    2. Training pass: a prompt and its group are one tree of tokens in one row, or rows of their own behind one prompt,
+       whichever is cheaper (llm_policy/grpo/packing.py); completions whose advantage is zero skip the pass, or what
+       follows their answer, where nothing else in the loss needs them. On a CPU the head finds its gradient on the way
+       (llm_policy/grpo/head.py). Equal to stock up to rounding; `packed=False` takes TRL's pass.
     3. Groups stay together in a micro-batch (TRL shuffles single completions), which packing needs.
     4. Other objectives: at the answer all legal actions count in place of the sampled one (llm_policy/grpo/expected.py
        has the formulas). Needs the reward of every action (`action_rewards`). Under `natural` the luck of the sampled
