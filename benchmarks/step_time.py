@@ -48,7 +48,7 @@ from llm_policy.chat import Messages, Reader, fit_to_template, prompt_token_ids,
 from llm_policy.command_line import parse_arguments
 from llm_policy.completions import action_index
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
-from llm_policy.errors import run_script
+from llm_policy.errors import check_choices, run_script
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.grpo.warm_start import Lesson, teach_format
 from llm_policy.hardware import processor_name
@@ -74,6 +74,9 @@ class StepArguments:
     dtype: str = field(default="bfloat16", metadata={"help": "bfloat16 or float32."})
     gemma_2b: bool = field(default=False, metadata={"help": "Gemma-2B's architecture, random weights."})
     taught: bool = field(default=False, metadata={"help": "Teach the answer format first, then sample freely."})
+
+    def __post_init__(self) -> None:
+        check_choices(self, {"dtype": ("bfloat16", "float32")})
 
 
 @dataclass
@@ -137,14 +140,12 @@ def is_answer(text: str) -> bool:
 def messages_of(state: int, number: int, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int) -> Messages:
     """The prompt of a state, behind as many random lakes as fill it up."""
     system, user = WORDS.messages(LAKE, state)
-    examples = ""
-    for seed in itertools.count(1000 * number):
-        messages = fit_to_template([system, {**user, "content": f"{examples}{user['content']}"}], tokenizer)
-        if len(prompt_token_ids(messages, tokenizer)) >= prompt_tokens:
-            return messages
-        lake = "\n".join(generate_random_map(4, seed=seed))
-        examples += f"Another lake:\n{lake}\n"
-    raise AssertionError("endless")
+    messages, seeds = fit_to_template([system, user], tokenizer), itertools.count(1000 * number)
+    while len(prompt_token_ids(messages, tokenizer)) < prompt_tokens:
+        lake = "\n".join(generate_random_map(4, seed=next(seeds)))
+        user = {**user, "content": f"Another lake:\n{lake}\n{user['content']}"}
+        messages = fit_to_template([system, user], tokenizer)
+    return messages
 
 
 def floor_of_sampling(model: torch.nn.Module, rows: int, tokens: int) -> float:
@@ -176,7 +177,7 @@ def build(path: str, arguments: StepArguments, folder: str) -> PolicyTrainer:
             pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
         )  # fmt: skip
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, arguments.dtype))
     else:
         model = load_model(EMBEDDED_MODEL, dtype=arguments.dtype)
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -10,7 +10,6 @@ Axes: N tokens, H hidden, V vocabulary.
 
 import torch
 from transformers import PreTrainedModel
-from trl.kernels.chunked_logprob import _use_triton
 
 ELEMENTS_PER_CHUNK = 2**23  # of the (tokens, V) matrix that exists at a time: 32 MB in float32
 # Models that do something between the head and the softmax
@@ -18,10 +17,11 @@ SCALINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "output_
 
 
 def finds_gradient_on_the_way(model: PreTrainedModel) -> bool:
-    """Whether `TokenLogProbabilities` can stand in for TRL's head: a plain, frozen one, where there is no Triton."""
+    """Whether `TokenLogProbabilities` can stand in for TRL's head: a plain, frozen one on a CPU."""
     config, head = model.config.get_text_config(), model.get_output_embeddings()
     plain = type(head) is torch.nn.Linear and head.bias is None and not head.weight.requires_grad
-    return plain and not any(getattr(config, name, None) for name in SCALINGS) and not _use_triton(head.weight.device)
+    is_scaled = any(getattr(config, name, None) for name in SCALINGS)
+    return plain and not is_scaled and head.weight.device.type == "cpu"
 
 
 class TokenLogProbabilities(torch.autograd.Function):

@@ -379,7 +379,7 @@ def packed_log_probabilities(
     with prefix, only_positions(backbone, packed.predictor_N), uncast:
         if own_head and finds_gradient_on_the_way(plain_model):
             with kept_from_head(backbone) as hidden:
-                model(**inputs)
+                model(**inputs, use_cache=False)
             weight_VH = plain_model.get_output_embeddings().weight
             return TokenLogProbabilities.apply(hidden[0][0], weight_VH, packed.labels_N, temperature)
         output = model(**inputs, shift_labels=packed.labels_N.unsqueeze(0), fused_lm_head=True)
