@@ -29,7 +29,7 @@ from llm_policy.hardware import take_granted_threads
 from llm_policy.models import context_tokens, load_model, load_tokenizer
 from llm_policy.number_format import faster_format
 from llm_policy.run_files import EVALUATION_FILE, check_output_dir, only_process_in, run_settings
-from tasks import TASKS, Judge, task_module
+from tasks import TASKS, Comparison, Judge, task_module
 
 OVERRIDES = ("map", "is_slippery", "observation", "horizon_steps")  # options that stand above what run.json says
 SHARED = ("task", "maps", "is_slippery")  # what all runs of one table must have in common
@@ -124,9 +124,19 @@ def model_answers(name: str, settings: dict, arguments: EvaluationArguments, sha
 
 def main(argv: Sequence[str] | None = None) -> int:
     (arguments,), _ = parse_arguments(argv, (EvaluationArguments,), description=__doc__)
-    output_dir = None if arguments.output_dir is None else Path(arguments.output_dir)
-    if output_dir:
-        check_output_dir(output_dir, resumes=False, own=(EVALUATION_FILE, PICTURE_FILE))
+    if arguments.output_dir is None:
+        judge_policies(arguments)
+        return 0
+    output_dir = Path(arguments.output_dir)
+    check_output_dir(output_dir, resumes=False, own=(EVALUATION_FILE, PICTURE_FILE))
+    with only_process_in(output_dir):
+        judge_policies(arguments).save(output_dir)
+    print(f"saved {output_dir}/{EVALUATION_FILE} and {PICTURE_FILE}")
+    return 0
+
+
+def judge_policies(arguments: EvaluationArguments) -> Comparison:
+    """All policies beside each other, printed."""
     set_seed(arguments.seed)
     if threads := take_granted_threads():
         print(threads)
@@ -144,12 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             answers_of |= model_answers(name, runs[name], arguments, shared)
 
     # Beside each other
-    comparison = judge.compare(answers_of)
-    if output_dir:
-        with only_process_in(output_dir):
-            comparison.save(output_dir)
-        print(f"saved {output_dir}/{EVALUATION_FILE} and {PICTURE_FILE}")
-    return 0
+    return judge.compare(answers_of)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ each names its own place, and raises the probability of the expert's best action
 the map estimates what a policy can do that does not read the map.
 """
 
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ announce(
 import numpy as np
 import pandas as pd
 import torch
+from figures import check_output, save_figures
 from tqdm import tqdm
 
 from llm_policy.command_line import parse_arguments
@@ -32,7 +32,6 @@ from llm_policy.environments.expert_q import ExpertOptions, read_expert_csv, wri
 from llm_policy.environments.frozen_lake import Grid, acting_states, lake_mdp
 from llm_policy.environments.mdp import optimal_actions, optimal_return, policy_return
 from llm_policy.errors import run_script
-from llm_policy.hardware import processor_name
 from prompts import observation_text
 from tasks.tabular import held_out
 
@@ -104,6 +103,7 @@ class Arguments:
 
 def main(argv: Sequence[str] | None = None) -> None:
     (options,), _ = parse_arguments(argv, (Arguments,), description=__doc__)
+    check_output(options.output)
     found = {label: {} for label in READERS}
     runs = [(slip, label, seed) for slip in (False, True) for label in READERS for seed in options.seeds]
     tables = {}
@@ -119,16 +119,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for slip, label, seed in tqdm(runs, unit="network"):
         percent = percent_of_optimal(*tables[slip], slip, *READERS[label], seed)
         found[label].setdefault("slippery" if slip else "not slippery", []).append(percent)
-    output = Path(options.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "device": f"{torch.get_num_threads()} CPU threads",
-        "processor": processor_name(),
-        "torch": torch.__version__,
-        "seeds": options.seeds,
-        "percent_of_optimal": found,
-    }
-    output.write_text(json.dumps(content, indent=1) + "\n")
+    save_figures(options.output, {"seeds": options.seeds, "percent_of_optimal": found})
     for label, percents in found.items():
         print(label, ", ".join(f"{dynamics}: {np.mean(values):.1f} %" for dynamics, values in percents.items()))
 

@@ -8,7 +8,6 @@ listed by their own time. The floor is the floating-point operations of matrix p
 FlopCounterMode), divided by the rate that this machine reaches on one large bfloat16 product.
 """
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,7 @@ announce(
 )
 
 import torch
+from figures import check_output, save_figures
 from peft import LoraConfig, get_peft_model
 from step_time import LAKE, WORDS, Meter, StepArguments, build, is_answer, lessons, one_step
 from torch.profiler import ProfilerActivity, profile
@@ -35,7 +35,6 @@ from llm_policy.chat import Reader
 from llm_policy.command_line import parse_arguments
 from llm_policy.errors import run_script
 from llm_policy.grpo.warm_start import teach_format
-from llm_policy.hardware import processor_name
 from llm_policy.models import EMBEDDED_MODEL, ROOT, load_model, load_tokenizer
 from tasks.tabular import TableJudge
 
@@ -74,6 +73,7 @@ class Arguments:
 
 def main(argv: Sequence[str] | None = None) -> None:
     (arguments,), _ = parse_arguments(argv, (Arguments,), description=__doc__)
+    check_output(arguments.output)
     step_arguments = StepArguments(
         arguments.prompts, arguments.group, arguments.completion_tokens, arguments.accumulation, taught=True
     )
@@ -136,10 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in operations:
         print(f"{row['share']:6.1%}{row['calls']:7}  {row['operation']}")
     if arguments.output:
-        content = {
-            "device": f"{torch.get_num_threads()} CPU threads",
-            "processor": processor_name(),
-            "torch": torch.__version__,
+        figures = {
             "phases": {name: {"seconds": once, "times": times} for name, (once, times) in phases.items()},
             "step_tflop": teraflop,
             "matrix_product_gflop_per_second": rate / 1e9,
@@ -147,8 +144,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "step_seconds": step["seconds"],
             "operations": operations,
         }
-        Path(arguments.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(arguments.output).write_text(json.dumps(content, indent=1) + "\n")
+        save_figures(arguments.output, figures)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ what the model's matrix products alone take, a token of all completions at a tim
 """
 
 import itertools
-import json
 import resource
 import sys
 import tempfile
@@ -22,7 +21,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from datetime import date
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -38,6 +36,7 @@ announce(
 import numpy as np
 import torch
 from datasets import Dataset
+from figures import check_output, save_figures
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
@@ -51,9 +50,7 @@ from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
 from llm_policy.errors import check_choices, run_script
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.grpo.warm_start import Lesson, teach_format
-from llm_policy.hardware import processor_name
 from llm_policy.models import EMBEDDED_MODEL, load_model, load_tokenizer
-from llm_policy.run_files import commit
 from tasks.frozen_lake import lake_words
 
 PATHS = {"stock TRL": False, "packed": True}
@@ -257,8 +254,8 @@ def peak_memory_gb(path: str, arguments: StepArguments) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else list(argv)
     (arguments, others), _ = parse_arguments(argv, (StepArguments, OutputArguments), description=__doc__)
+    check_output(others.output)
 
     with tempfile.TemporaryDirectory() as folder:
         memory = {path: peak_memory_gb(path, arguments) for path in PATHS}
@@ -292,14 +289,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     spread = f"from {min(ratios):.2f} to {max(ratios):.2f}"
     print(f"stock / packed, median of {len(ratios)} rounds: {np.median(ratios):.2f} ({spread})")
     if others.output:
-        on_gpu = torch.cuda.is_available()
-        device = torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} CPU threads"
-        content = {"command": argv, "date": date.today().isoformat(), "commit": commit(), "device": device,
-                   "processor": processor_name(on_gpu), "torch": torch.__version__, "rounds": rounds,
-                   "medians": medians, "peak_memory_gb": memory,
-                   "floor_of_sampling": floor, "ratio": float(np.median(ratios))}  # fmt: skip
-        Path(others.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(others.output).write_text(json.dumps(content, indent=1) + "\n")
+        figures = {
+            "rounds": rounds,
+            "medians": medians,
+            "peak_memory_gb": memory,
+            "floor_of_sampling": floor,
+            "ratio": float(np.median(ratios)),
+        }
+        save_figures(others.output, figures)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import MISSING, fields
 from datetime import date
 from enum import Enum
@@ -38,7 +39,7 @@ def resolved_config(*groups) -> dict:
             value = getattr(group, f.name)
             value = value.value if isinstance(value, Enum) else value
             if f.init and f.name not in DERIVED and value != default and _is_plain(value):
-                values[f.name] = value
+                values[f.name] = deepcopy(value)  # what two fields share would be an alias in YAML
     return values
 
 

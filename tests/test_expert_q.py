@@ -11,6 +11,7 @@ import gymnasium as gym
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import HealthCheck, given, settings, strategies
 
 from llm_policy.environments.expert_q import all_columns, learn_q, main, q_columns, read_expert_csv
 from llm_policy.environments.frozen_lake import (
@@ -306,6 +307,63 @@ def test_bad_csv(tmp_path, lines, words):
     assert "\n" not in message
     for word in words:
         assert word in message
+
+
+ANY_FOLDER = settings(max_examples=300, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+GOOD_FILE = "\n".join([WITH_STATE, GOOD_ROW + ",0", ANSI_ROWS + ",0", "AFG|FFF,UP,0,-1e3,.5,1,0"]).encode()
+
+
+def read_or_refuse(path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # actions that are not the best
+        try:
+            table = read_expert_csv(path)
+        except InputError as error:
+            line = str(error)
+        else:
+            assert len(table) > 0
+            assert np.isfinite(np.stack(table["q_values"])).all()
+            return
+    assert line.startswith(f"{path}: ")
+    assert len(line.splitlines()) == 1
+
+
+@ANY_FOLDER
+@given(content=strategies.binary() | strategies.text().map(lambda text: f"{HEADER}\n{text}".encode()))
+def test_any_file_is_read_or_refused_in_one_line(content, tmp_path):
+    (tmp_path / "any.csv").write_bytes(content)
+    read_or_refuse(tmp_path / "any.csv")
+
+
+@ANY_FOLDER
+@given(
+    start=strategies.integers(0, len(GOOD_FILE)),
+    length=strategies.integers(0, 20),
+    instead=strategies.binary(max_size=8) | strategies.sampled_from([b",", b'"', b"\n", b"\r", b"nan", b"9" * 400]),
+)
+def test_any_damage_is_read_or_refused_in_one_line(start, length, instead, tmp_path):
+    (tmp_path / "any.csv").write_bytes(GOOD_FILE[:start] + instead + GOOD_FILE[start + length :])
+    read_or_refuse(tmp_path / "any.csv")
+
+
+@ANY_FOLDER
+@given(
+    rows=strategies.lists(
+        strategies.tuples(
+            strategies.sampled_from(ACTING),
+            strategies.lists(strategies.floats(-1e99, 1e99), min_size=4, max_size=4),
+        ),
+        min_size=1,
+    )
+)
+def test_values_are_the_means_of_a_states_rows(rows, tmp_path):
+    texts = [f"{state_text(GRID, state)},{np.argmax(q_A)},{','.join(map(repr, q_A))}" for state, q_A in rows]
+    table = read_expert_csv(write(tmp_path, HEADER, *texts))
+    assert table["state"].tolist() == list(dict.fromkeys(state for state, _ in rows))
+    for state, q_A, count in zip(table["state"], table["q_values"], table["count"], strict=True):
+        own_NA = np.array([values for other, values in rows if other == state])
+        assert count == len(own_NA)
+        np.testing.assert_allclose(q_A, own_NA.mean(axis=0), rtol=1e-9, atol=np.abs(own_NA).max() * 1e-9)
 
 
 def test_bad_files(tmp_path):

@@ -11,6 +11,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings, strategies
 from trl import GRPOConfig, ModelConfig
 
+import evaluate_policy
 import tasks.frozen_lake
 from llm_policy.command_line import parse_arguments
 from llm_policy.errors import InputError
@@ -65,6 +66,9 @@ def test_only_what_differs_from_its_default_is_in_the_configuration():
     assert resolved_config(Small()) == {}
     assert resolved_config(Small(seed=3), Small(names=["a"])) == {"seed": 3, "names": ["a"]}
     assert resolved_config(Small(names=[object()])) == {}, "only what a YAML file can say"
+    shared = ["a"]
+    twice = resolved_config(Small(names=shared)) | {"again": resolved_config(Small(names=shared))}
+    assert "*" not in yaml.safe_dump(twice), "aliases are refused when it is read back"
 
 
 def test_optional_arguments_survive_the_resolved_config(tmp_path):
@@ -201,6 +205,12 @@ def test_one_process_at_a_time(tmp_path):
     with only_process_in(out):
         (out / "file").touch()
     assert [path.name for path in out.iterdir()] == ["file"]
+
+
+def test_two_evaluations_in_one_folder(tmp_path):
+    (tmp_path / "note.partial").touch()
+    with only_process_in(tmp_path), pytest.raises(InputError, match=f"^--output_dir {tmp_path}: another process"):
+        evaluate_policy.main(["--policies", "random", "--output_dir", str(tmp_path)])
 
 
 def test_a_killed_process_leaves_no_lock(tmp_path):
