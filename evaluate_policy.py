@@ -4,6 +4,8 @@
     python evaluate_policy.py --policies random constant:LEFT expert q-learning shortest-path
     python evaluate_policy.py --policies google/gemma-2b-it --map 8x8 --samples_per_state 16
     python evaluate_policy.py --task taxi --policies random expert
+    python evaluate_policy.py --policies runs/riddles                   # held-out questions
+    python evaluate_policy.py --task arc --policies google/gemma-2b-it runs/riddles    # science questions, lm-eval
 
 Optimum, uniform random and the best constant action always stand in the table. Success probabilities are exact
 (dynamic programming over the policy table); simulated episodes stand beside them as a check, with their 95 % interval.
@@ -20,6 +22,7 @@ from pathlib import Path
 import torch
 from transformers import set_seed
 
+from llm_policy.adapters import quantization_of
 from llm_policy.chat import Reader, check_prompt
 from llm_policy.command_line import parse_arguments
 from llm_policy.environments.judge import BASELINES, PICTURE_FILE, is_baseline
@@ -28,10 +31,17 @@ from llm_policy.grpo.lifecycle import WARM_START_FOLDER
 from llm_policy.hardware import take_granted_threads
 from llm_policy.models import context_tokens, load_model, load_tokenizer
 from llm_policy.number_format import faster_format
-from llm_policy.run_files import EVALUATION_FILE, check_output_dir, only_process_in, run_settings
+from llm_policy.run_files import EVALUATION_FILE, TABLE_FILE, check_output_dir, only_process_in, run_settings
 from tasks import TASKS, Comparison, Judge, task_module
 
-OVERRIDES = ("map", "is_slippery", "observation", "horizon_steps")  # options that stand above what run.json says
+OVERRIDES = (
+    "map",
+    "is_slippery",
+    "observation",
+    "horizon_steps",
+    "test_dataset",
+)  # options that stand above what run.json says
+OWN_FILES = (EVALUATION_FILE, PICTURE_FILE, TABLE_FILE)
 SHARED = ("task", "maps", "is_slippery")  # what all runs of one table must have in common
 
 
@@ -47,6 +57,9 @@ class EvaluationArguments:
     is_slippery: bool | None = field(default=None, metadata={"help": "Lake: slippery? Default: the run's, else true."})
     observation: str | None = field(default=None, metadata={"help": "Lake: as in training. Default: the run's."})
     horizon_steps: int | None = field(default=None, metadata={"help": "Step limit. Default: the environment's."})
+    test_dataset: str | None = field(
+        default=None, metadata={"help": "Questions: samples, a .jsonl or .csv file, or hub/id. Default: the run's."}
+    )
     samples_per_state: int = field(default=16, metadata={"help": "Completions per state; 0: greedy only."})
     episodes: int = field(default=1000, metadata={"help": "Simulated episodes beside the exact figures."})
     max_completion_length: int | None = field(
@@ -66,6 +79,8 @@ def task_of(settings: dict) -> str:
 
 def shared_settings(runs: dict[str, dict], arguments: EvaluationArguments) -> dict:
     """Task, maps and dynamics that all runs among the policies have; `InputError` where they differ."""
+    if arguments.task and getattr(task_module(arguments.task), "JUDGES_ANY_RUN", False):
+        return {}
     known = {name: settings for name, settings in runs.items() if settings}
     shared: dict = {}
     for name, settings in known.items():
@@ -97,9 +112,12 @@ def judge_of(arguments: EvaluationArguments, settings: dict, reader: Reader | No
     if not hasattr(module, "make_judge"):
         judged = ", ".join(name for name in TASKS if hasattr(task_module(name), "make_judge"))
         raise InputError(f"--task {task}: is judged by train_script.py alone; expected one of {judged}")
+    if task_of(settings) != task:
+        settings = {}  # another task's
     given = {name: getattr(arguments, name) for name in OVERRIDES if getattr(arguments, name) is not None}
-    if arguments.map is not None:
-        settings = {name: value for name, value in settings.items() if name != "maps"}
+    for name, replaced in (("map", "maps"), ("test_dataset", "held_out")):
+        if getattr(arguments, name) is not None:
+            settings = {key: value for key, value in settings.items() if key != replaced}
     return module.make_judge(settings | given, reader, arguments.episodes, arguments.seed)
 
 
@@ -113,11 +131,13 @@ def model_answers(name: str, settings: dict, arguments: EvaluationArguments, sha
     tokens = arguments.max_completion_length or settings.get("max_completion_length", 64)
     judge = judge_of(arguments, settings | shared, Reader(tokenizer, tokens))
     on_gpu = torch.cuda.is_available()
-    model = load_model(name, dtype=arguments.dtype or settings.get("dtype") or faster_format(on_gpu)[0])
-    model = model.to("cuda" if on_gpu else "cpu")
+    dtype = arguments.dtype or settings.get("dtype") or faster_format(on_gpu)[0]
+    quantization = quantization_of(settings | {"dtype": dtype})
+    device = torch.device("cuda" if on_gpu else "cpu")
+    model = load_model(name, dtype, quantization_config=quantization, device=device)
     check_prompt(judge.first_prompt(), tokenizer, context_tokens(model), tokens)
     answers = {f"{name}, greedy": judge.answers(model)}
-    if arguments.samples_per_state:
+    if arguments.samples_per_state and getattr(judge, "draws_samples", True):
         answers[f"{name}, sampled"] = judge.answers(model, arguments.samples_per_state)
     return answers
 
@@ -128,10 +148,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         judge_policies(arguments)
         return 0
     output_dir = Path(arguments.output_dir)
-    check_output_dir(output_dir, resumes=False, own=(EVALUATION_FILE, PICTURE_FILE))
+    check_output_dir(output_dir, resumes=False, own=OWN_FILES)
     with only_process_in(output_dir):
         judge_policies(arguments).save(output_dir)
-    print(f"saved {output_dir}/{EVALUATION_FILE} and {PICTURE_FILE}")
+        files = [name for name in OWN_FILES if (output_dir / name).exists()]
+    print(f"saved {output_dir}: {', '.join(files)}")
     return 0
 
 

@@ -42,6 +42,11 @@ from llm_policy.models import context_tokens, load_tokenizer
 from llm_policy.number_format import number_format
 from tasks import Judge, Task, task_module
 
+CONFIGS = {  # task: on a GPU, without one
+    "frozen_lake": ("gemma_2b_it", "laptop"),
+    "riddles": ("riddles_llama_8b", "riddles_laptop"),
+    "piqa": ("piqa_llama_8b", "piqa_laptop"),
+}
 UNTRAINED_FILE, ANSWERS_FILE = "untrained.json", "answers.json"
 STANDS_ON = (run_files.METRICS_FILE, UNTRAINED_FILE, lifecycle.WARM_START_FOLDER)  # what a resumed run needs besides
 
@@ -71,11 +76,10 @@ class Options:
 
 
 def default_config(task: str) -> Path | None:
-    """The lake's configuration by hardware; for another task configs/TASK.yaml, if there is one."""
-    configs = run_files.ROOT / "configs"
-    if task == "frozen_lake":
-        return configs / ("gemma_2b_it.yaml" if torch.cuda.is_available() else "laptop.yaml")
-    return path if (path := configs / f"{task}.yaml").exists() else None
+    """The task's configuration, by hardware where it has one for each; None where it has none."""
+    for_gpu, for_cpu = CONFIGS.get(task, (task, task))
+    path = run_files.ROOT / "configs" / f"{for_gpu if torch.cuda.is_available() else for_cpu}.yaml"
+    return path if path.exists() else None
 
 
 def read_options(argv: Sequence[str] | None) -> Options:
@@ -85,7 +89,9 @@ def read_options(argv: Sequence[str] | None) -> Options:
     config = default_config(task)
     if config is None and not asks_for_help(argv) and not read_option(argv, "model_name_or_path", ""):
         raise InputError(f"--task {task}: has no configs/{task}.yaml; name a configuration with --config")
-    groups = (rules.ScriptArguments, task_module(task).Arguments, GRPOConfig, ModelConfig)
+    if not hasattr(module := task_module(task), "make_task"):
+        raise InputError(f"--task {task}: is judged and not trained; `python evaluate_policy.py --task {task}` judges")
+    groups = (rules.ScriptArguments, module.Arguments, GRPOConfig, ModelConfig)
     chosen, note = number_format(argv, config)
     parsed, path = parse_arguments([*argv, *chosen], groups, description=__doc__, default_config=config)
     return Options(*parsed, path, note)
@@ -166,9 +172,10 @@ def train(options: Options) -> int:
     )  # fmt: skip
     stop.leave_if_received(f"during the warm start: {lifecycle.RESUME} begins it again")
     if warm_start["steps"]:
-        folders.append(output_dir / lifecycle.WARM_START_FOLDER)
+        folder = output_dir / lifecycle.WARM_START_FOLDER
+        folders += [] if isinstance(model, PeftModel) else [folder]  # else GRPO's own adapter continues it
         stop.at_once = True
-        answers_of["warm start, greedy"] = kept_answers("warmed-up", model, task.judge, folders[-1] / ANSWERS_FILE)
+        answers_of["warm start, greedy"] = kept_answers("warmed-up", model, task.judge, folder / ANSWERS_FILE)
         stop.at_once = False
 
     # GRPO on a fresh adapter
@@ -229,12 +236,13 @@ def check_data(task: Task, options: Options, context_tokens: int) -> bool:
 
 def write_run_files(options: Options, judge: Judge, on_adapter: bool) -> None:
     """resolved_config.yaml and run.json, with all that evaluate_policy.py needs to judge the run again."""
-    training = options.training
+    training, is_quantised = options.training, options.model.load_in_4bit or options.model.load_in_8bit
     settings = {
         "task": options.script.task,
         **judge.settings,
         "max_completion_length": training.max_completion_length,
         "dtype": adapters.loading_options(options.model)["dtype"],
+        **{name: getattr(options.model, name) for name in adapters.QUANTIZATION if is_quantised},
         "on_adapter": on_adapter,
     }
     device = device_text(on_gpu=training.device.type == "cuda")

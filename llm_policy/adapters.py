@@ -4,7 +4,8 @@ What a run saves is one adapter on the plain base model, however many adapters w
 way to it. So only adapters that can be joined are trained: plain LoRA on linear layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -25,6 +26,9 @@ UNJOINABLE = {
 }
 
 
+QUANTIZATION = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")  # of TRL's ModelConfig
+
+
 def check_adapter_options(model_config: ModelConfig) -> None:
     """`InputError` for options whose adapter could not be joined with another one in the end."""
     if not model_config.use_peft:
@@ -43,22 +47,24 @@ def model_to_train(model_config: ModelConfig, device: torch.device) -> tuple[Pre
     There is one such folder where `--model_name_or_path` is an adapter, else none. `InputError` where the model has no
     layers of the LoRA's names, or its adapter cannot be trained further.
     """
-    quantization = get_quantization_config(model_config)
+    loading = loading_options(model_config)
     model = load_model(
         model_config.model_name_or_path,
-        quantization_config=quantization,
-        device_map={"": device.index or 0} if quantization is not None and device.type == "cuda" else None,
+        device=device,
         revision=model_config.model_revision,
-        **loading_options(model_config),
+        **loading,
     )
     folders, revision = [], model_config.model_revision
     if isinstance(model, PeftModel):
+        if loading["quantization_config"] is not None:
+            raise InputError(
+                f"--load_in_4bit, --load_in_8bit: {model_config.model_name_or_path} is an adapter, and merged into "
+                "rounded weights it would be rounded, too; leave the option out, or start from the base model"
+            )
         revision = model.peft_config["default"].revision or "main"
         folders = [Path(model_config.model_name_or_path).expanduser()]
         check_joinable(folders[0], model.peft_config["default"])
         model = model.merge_and_unload()
-    if quantization is None:
-        model.to(device)
     lora = get_peft_config(model_config)
     lora.revision = None if revision == "main" else revision  # saved with the adapter, for whoever loads its base
     try:
@@ -70,16 +76,32 @@ def model_to_train(model_config: ModelConfig, device: torch.device) -> tuple[Pre
 
 def loading_options(model_config: ModelConfig) -> dict:
     """How the model's weights are loaded, the same for training and for the judgement of what was saved."""
-    return {"dtype": model_config.dtype or "bfloat16", "attn_implementation": model_config.attn_implementation}
+    dtype = model_config.dtype or "bfloat16"
+    return {
+        "dtype": dtype,
+        "attn_implementation": model_config.attn_implementation,
+        "quantization_config": get_quantization_config(replace(model_config, dtype=dtype)),
+    }
 
 
-def fresh(model: PreTrainedModel, lora: LoraConfig) -> PeftModel:
-    """`model` with a new adapter that changes nothing yet."""
-    return get_peft_model(model, lora)
+def quantization_of(settings: Mapping) -> object | None:
+    """How run.json says that a run's base model was quantised, as `load_model` takes it; None where it was not."""
+    named = {name: settings[name] for name in QUANTIZATION if name in settings}
+    return get_quantization_config(ModelConfig(dtype=settings.get("dtype"), **named))
 
 
-def merged(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """`model` with the adapter in `folder` merged into its weights."""
+def fresh(model: PreTrainedModel | PeftModel, lora: LoraConfig) -> PeftModel:
+    """`model` with a new adapter that changes nothing yet; as it is where it has an adapter to continue with."""
+    return model if isinstance(model, PeftModel) else get_peft_model(model, lora)
+
+
+def stood_on(model: PreTrainedModel, folder: Path) -> PreTrainedModel | PeftModel:
+    """`model` as GRPO finds it after a warm start: with the adapter in `folder` merged into its weights.
+
+    Weights of 4 or 8 bits would round it away: there it stays an adapter, and GRPO continues with it.
+    """
+    if getattr(model, "is_quantized", False):
+        return PeftModel.from_pretrained(model, folder, is_trainable=True)
     return PeftModel.from_pretrained(model, folder).merge_and_unload()
 
 

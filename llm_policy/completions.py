@@ -11,6 +11,7 @@ from dataclasses import dataclass
 _TAGLESS = r"(?:(?!</?(?:think|answer)>).)*"
 _WELL_FORMED = re.compile(rf"\s*<think>({_TAGLESS})</think>\s*<answer>({_TAGLESS})</answer>\s*", re.DOTALL)
 _ANSWER = re.compile(rf"<answer>({_TAGLESS})</answer>", re.DOTALL)
+_LOOSELY_FORMED = re.compile(rf"<think>{_TAGLESS}</think>\s*<answer>{_TAGLESS}</answer>", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -20,26 +21,32 @@ class ParsedCompletion:
     Attributes:
         is_well_formed: exactly `<think>...</think>` and then `<answer>...</answer>`, with white space around at most.
         answer: the text of the only answer, without white space around it; None where there is none, or several.
+        last_answer: that of the last one; None where there is none.
+        is_loosely_formed: a thought and then an answer in their tags, whatever stands around them.
     """
 
     is_well_formed: bool
     answer: str | None
+    last_answer: str | None = None
+    is_loosely_formed: bool = False
 
 
 def parse_completion(text: str) -> ParsedCompletion:
     """Read one completion.
 
     >>> parse_completion("<think>The hole is on the right.</think><answer> LEFT</answer>")
-    ParsedCompletion(is_well_formed=True, answer='LEFT')
+    ParsedCompletion(is_well_formed=True, answer='LEFT', last_answer='LEFT', is_loosely_formed=True)
     >>> parse_completion("I would go <answer>down</answer>")
-    ParsedCompletion(is_well_formed=False, answer='down')
+    ParsedCompletion(is_well_formed=False, answer='down', last_answer='down', is_loosely_formed=False)
     >>> parse_completion("<think>?</think><answer>LEFT</answer><answer>UP</answer>")
-    ParsedCompletion(is_well_formed=False, answer=None)
+    ParsedCompletion(is_well_formed=False, answer=None, last_answer='UP', is_loosely_formed=True)
     """
-    answers = _ANSWER.findall(text)
+    answers = [answer.strip() for answer in _ANSWER.findall(text)]
     return ParsedCompletion(
         is_well_formed=_WELL_FORMED.fullmatch(text) is not None,
-        answer=answers[0].strip() if len(answers) == 1 else None,
+        answer=answers[0] if len(answers) == 1 else None,
+        last_answer=answers[-1] if answers else None,
+        is_loosely_formed=_LOOSELY_FORMED.search(text) is not None,
     )
 
 

@@ -68,7 +68,7 @@ def load_model(
     dtype: str = "bfloat16",
     attn_implementation: str | None = None,
     quantization_config: object | None = None,
-    device_map: str | dict | None = None,
+    device: torch.device | None = None,
     revision: str = "main",
 ) -> PreTrainedModel | PeftModel:
     """Load a causal language model.
@@ -77,7 +77,8 @@ def load_model(
         name_or_path: a hub id, a local folder, a GGUF file (unpacked to `dtype`: it then trains and saves like any
             other), or a folder with a PEFT adapter (its base model is loaded, too, and the adapter put on top).
         dtype: "auto" (as stored), "float32", "bfloat16" or "float16".
-        attn_implementation, quantization_config, device_map, revision: as in transformers' `from_pretrained`.
+        attn_implementation, quantization_config, revision: as in transformers' `from_pretrained`.
+        device: where the weights go; None: the CPU's memory.
 
     Raises `InputError` for a path that is not there, empty, damaged or no causal language model; a hub id that is
     unknown, gated or out of reach; an adapter without its base; a package that an option needs.
@@ -87,12 +88,12 @@ def load_model(
     source, options = locate(name_or_path, revision)
     if is_adapter(source):
         name, revision = base_of_adapter(source)
-        base = load_model(name, dtype, attn_implementation, quantization_config, device_map, revision)
+        base = load_model(name, dtype, attn_implementation, quantization_config, device, revision)
         with input_errors(name_or_path, "adapter"):
             model = PeftModel.from_pretrained(base, source)
             check_adapter(model, Path(source))
         check_finite(model, name_or_path)
-        return model
+        return _placed(model, device)
     if "gguf_file" in options:
         if quantization_config is not None:
             raise InputError(f"{name_or_path}: a GGUF file is quantised already; leave out the quantisation options")
@@ -106,10 +107,15 @@ def load_model(
             dtype=dtype,
             attn_implementation=attn_implementation,
             quantization_config=quantization_config,
-            device_map=device_map,
+            # Quantised weights cannot be moved
+            device_map={"": device} if device is not None and quantization_config is not None else None,
             output_loading_info=True,
         )
     model, report = loaded
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # bitsandbytes would repack its weights at the first evaluation, and in that form nothing has a gradient
+            module.support_avx512bf16_for_cpu = False
     # transformers fills missing weights with random numbers and only warns.
     missing = sorted(report["missing_keys"])
     if missing:
@@ -126,7 +132,12 @@ def load_model(
     check_finite(model, name_or_path)
     if "gguf_file" in options:
         model.name_or_path = model.config._name_or_path = str(source)  # peft and trl look here for an adapter's base
-    return model
+    return _placed(model, device)
+
+
+def _placed(model: PreTrainedModel | PeftModel, device: torch.device | None) -> PreTrainedModel | PeftModel:
+    """On `device`. Quantised weights were loaded to where they are: they cannot be moved."""
+    return model if device is None or getattr(model, "is_quantized", False) else model.to(device)
 
 
 def context_tokens(model: PreTrainedModel) -> int:

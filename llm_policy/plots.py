@@ -49,3 +49,28 @@ def curves_figure(
             loc="outside upper left", frameon=False, fontsize=8, title=title or None, title_fontsize=9, alignment="left"
         )
     return figure
+
+
+def shares_figure(
+    shares: Mapping[str, tuple[float, float, float]], lines: Mapping[str, float], x_label: str, title: str = ""
+) -> Figure:
+    """A bar per label from 0 to 1 with its interval, and labelled vertical reference lines.
+
+    Args:
+        shares: label -> share, and the ends of its interval.
+        lines: label -> share.
+    """
+    figure = Figure(figsize=(7.0, 1.6 + 0.4 * len(shares)), layout="constrained")
+    axes = figure.subplots()
+    for place, (share, low, high) in enumerate(shares.values()):
+        axes.barh(place, share, color="C0", height=0.6)
+        axes.plot([low, high], [place, place], color="0.2", linewidth=1.5)
+    for i, (label, value) in enumerate(lines.items()):
+        axes.axvline(value, linestyle="--", linewidth=1.0, color=f"{0.3 + 0.2 * (i % 3)}", label=label)
+    axes.set_yticks(range(len(shares)), [textwrap.fill(label, LINE_CHARACTERS // 2) for label in shares])
+    axes.invert_yaxis()
+    axes.set(xlabel=x_label, xlim=(0, 1), title=title)
+    axes.spines[["top", "right"]].set_visible(False)
+    if lines:
+        axes.legend(frameon=False, fontsize=8, loc="lower right")
+    return figure

@@ -31,14 +31,16 @@ TABLE = {
     "[2, 100000]": "group",
     "[1, 65535]": "vllm_server_port vllm_group_port",
     "[0, 100000]": """
-        random_maps test_maps samples_per_state dataloader_num_workers top_k warm_up retries endpoint_retries
-        history_best history_recent""",
-    "[0, 4294967295]": "seed seeds data_seed test_map_seed",  # numpy's seeds
+        random_maps test_maps test_questions samples_per_state dataloader_num_workers top_k warm_up retries
+        endpoint_retries history_best history_recent""",
+    "[0, 4294967295]": "seed seeds data_seed test_map_seed split_seed",  # numpy's seeds
     "[0, 1000000000]": "evaluate_steps warmup_steps eval_delay",
     "[-1, 1000000000]": "max_steps local_rank",
     "(0, 1000000000]": "logging_steps eval_steps save_steps",
     "(0, 10]": "learning_rate warm_start_learning_rate",
     "(0, 1]": "warm_start_threshold top_p gamma adam_epsilon vllm_gpu_memory_utilization",
+    "(0, 1)": "test_share",
+    "[0, 8]": "options",
     "[0, 1]": "min_p balance_actions wrong_states ref_model_mixup_alpha top_entropy_quantile",
     "[0, 1)": "adam_beta1 adam_beta2 lora_dropout label_smoothing_factor",
     "(0, 1000]": """

@@ -23,7 +23,7 @@ from llm_policy.reading import read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG_FILE, RUN_FILE, METRICS_FILE = "resolved_config.yaml", "run.json", "metrics.jsonl"
-EVALUATION_FILE, RESULT_FILE = "evaluation.json", "result.txt"
+EVALUATION_FILE, RESULT_FILE, TABLE_FILE = "evaluation.json", "result.txt", "evaluation.md"
 HANDED_OVER = {"untrained.json", "minutes.txt"}  # by results/run.py, before a run has files of its own
 DERIVED = {"generation_batch_size"}  # fields that a dataclass computes from others and does not take back
 OTHER_RUN = "name another folder, or delete the file and train again"
@@ -189,6 +189,10 @@ class RunSettings(BaseModel, strict=True, extra="allow"):
     horizon_steps: PositiveInt | None = None
     max_completion_length: PositiveInt = 1
     dtype: str = ""
+    load_in_4bit: bool = False
+    load_in_8bit: bool = False
+    bnb_4bit_quant_type: str = "nf4"
+    use_bnb_nested_quant: bool = False
     on_adapter: bool = False
     resumed: list[dict[str, str]] = []
 

@@ -9,6 +9,8 @@ A task whose policies `evaluate_policy.py` can judge without its training data h
 
     make_judge(settings, reader, episodes, seed)  a `Judge` from what run.json says of a run, or from nothing; it has
                                                   `first_prompt` and `baseline_answers` besides (tasks/tabular.py)
+
+A module with `make_judge` alone is judged and not trained. With `JUDGES_ANY_RUN` it judges runs of other tasks.
 """
 
 import importlib
@@ -29,6 +31,9 @@ TASKS = {  # name: module. Imported when it is asked for, because parts that few
     "frozen_lake": "tasks.frozen_lake",
     "cliff_walking": "tasks.cliff_walking",
     "taxi": "tasks.taxi",
+    "riddles": "tasks.riddles",
+    "piqa": "tasks.piqa",
+    "arc": "tasks.arc",
 }
 
 

@@ -71,10 +71,10 @@ def lint(
     """
     lake = expert["environment"].iloc[0] if isinstance(expert["environment"].iloc[0], FrozenLake) else None
     findings = [
-        *_same_prompts(expert, prompts, tokenizer),
+        *same_prompts(expert["state_str"], prompts, tokenizer),
         *(_examples(expert, prompts, lake.is_slippery) if lake else ()),
-        *_token_ids(prompts, tokenizer, context_tokens, max_completion_tokens),
-        *_cut_replies(replies, tokenizer, max_completion_tokens),
+        *prompt_tokens(prompts, tokenizer, context_tokens, max_completion_tokens),
+        *cut_replies(replies, tokenizer, max_completion_tokens),
         *(_unsaid_dynamics(prompts, lake.is_slippery) if lake else ()),
         *(_lake_dynamics(expert, lake.is_slippery) if lake else _dynamics(expert)),
         *_overlap(expert, unseen),
@@ -83,13 +83,17 @@ def lint(
     return sorted(findings, key=lambda finding: not finding.is_error)
 
 
-def _same_prompts(
-    expert: pd.DataFrame, prompts: Sequence[Messages], tokenizer: PreTrainedTokenizerBase
+def same_prompts(
+    names: Sequence[str], prompts: Sequence[Messages], tokenizer: PreTrainedTokenizerBase, what: str = "states"
 ) -> list[Finding]:
-    """States that the model cannot tell apart at all, or by nothing but colour codes, through its chat template."""
+    """States that the model cannot tell apart at all, or by nothing but colour codes, through its chat template.
+
+    Args:
+        names: of the states, one per prompt.
+    """
     texts = [str(tokenizer.apply_chat_template(messages, tokenize=False)) for messages in prompts]
     exact, plain = defaultdict(list), defaultdict(list)
-    for name, text in zip(expert["state_str"], texts, strict=True):
+    for name, text in zip(names, texts, strict=True):
         exact[text].append(name)
         plain[ANSI_CODE.sub("", text)].append(name)
     findings = []
@@ -97,9 +101,9 @@ def _same_prompts(
     if shared:
         findings.append(
             Finding(
-                "one prompt, several states",
-                f"{sum(map(len, shared))} states share {len(shared)} prompts, first {' and '.join(shared[0][:2])}; "
-                "the prompt must say where the agent stands",
+                f"one prompt, several {what}",
+                f"{sum(map(len, shared))} {what} share {len(shared)} prompts, first {' and '.join(shared[0][:2])}; "
+                "the prompt must tell them apart",
                 is_error=True,
             )
         )
@@ -158,7 +162,7 @@ def _examples(expert: pd.DataFrame, prompts: Sequence[Messages], is_slippery: bo
     return findings
 
 
-def _token_ids(
+def prompt_tokens(
     prompts: Sequence[Messages], tokenizer: PreTrainedTokenizerBase, context_tokens: int, max_completion_tokens: int
 ) -> list[Finding]:
     """Prompts that the model would see cut, and prompts whose BOS token is missing or there twice."""
@@ -182,7 +186,7 @@ def _token_ids(
     return findings
 
 
-def _cut_replies(
+def cut_replies(
     replies: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_completion_tokens: int
 ) -> list[Finding]:
     """Replies that the warm start teaches and that no completion can hold."""

@@ -23,10 +23,10 @@ def test_a_fresh_adapter_changes_nothing_yet():
     assert {name.split(".")[-3] for name, p in model.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
 
 
-def test_merged_is_what_the_adapter_does(tmp_path):
+def test_a_model_stands_on_what_the_adapter_does(tmp_path):
     adapted = add_random_adapter(random_policy("llama"))
     adapted.save_pretrained(tmp_path)
-    merged = adapters.merged(random_policy("llama"), tmp_path)
+    merged = adapters.stood_on(random_policy("llama"), tmp_path)
     assert not isinstance(merged, PeftModel)
     torch.testing.assert_close(merged(IDS).logits, adapted(IDS).logits, rtol=1e-4, atol=1e-4)
 

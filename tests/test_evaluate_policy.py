@@ -78,7 +78,7 @@ def test_command_with_baselines(tmp_path, capsys):
     assert main(["--policies", "random", "constant:left", "expert", "--episodes", "400", "--output_dir", str(out)]) == 0
     printed = capsys.readouterr().out
     assert "FrozenLake-v1 SFFF|FHFH|FFFH|HFFG, slippery" in printed
-    assert f"saved {out}/evaluation.json" in printed
+    assert f"saved {out}: evaluation.json" in printed
     content = json.loads((out / "evaluation.json").read_text())
     assert content["maps"] == ["|".join(GRID)]
     judged = {p["policy"]: p for p in content["policies"]}

@@ -20,7 +20,8 @@ from tasks import TASKS, task_module
 
 GROUPS = [
     ScriptArguments, GRPOConfig, ModelConfig, evaluate_policy.EvaluationArguments, search_policy.ScriptArguments,
-    ProposerSettings, SearchSettings, ExpertOptions, *(task_module(task).Arguments for task in TASKS),
+    ProposerSettings, SearchSettings, ExpertOptions,
+    *(module.Arguments for module in map(task_module, TASKS) if hasattr(module, "make_task")),
 ]  # fmt: skip
 OPTIONS = [(group, name) for group in GROUPS for name in ranges_of(group)]
 INTERVALS = {

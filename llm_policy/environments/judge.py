@@ -28,6 +28,7 @@ from llm_policy.environments.policy_table import (
 )
 from llm_policy.environments.table_environment import TableEnvironment
 from llm_policy.run_files import EVALUATION_FILE, write_whole, writing
+from llm_policy.statistics import wilson_interval
 
 BASELINES = ("random", "constant:ACTION", "expert", "q-learning", "shortest-path")
 Q_LEARNING_RUNS, Q_LEARNING_STEPS = 5, 100_000
@@ -135,11 +136,8 @@ class EvaluatedPolicy:
 
     @property
     def simulated_interval(self) -> tuple[float, float]:
-        """Wilson's 95 % interval of the simulated success probability."""
-        n, z = self.simulated_episodes, 1.96
-        p = self.simulated_successes / n
-        centre, half = p + z * z / (2 * n), z * np.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        return max(0.0, (centre - half) / (1 + z * z / n)), min(1.0, (centre + half) / (1 + z * z / n))
+        """The 95 % interval of the simulated success probability."""
+        return wilson_interval(self.simulated_successes, self.simulated_episodes)
 
     def as_dict(self) -> dict:
         """Means over the maps, and of each map what it takes to see where the policy errs."""

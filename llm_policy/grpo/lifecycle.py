@@ -135,7 +135,8 @@ def saved_policy(trainer: PolicyTrainer, folders: Sequence[Path], model_config: 
     trainer.forget_merged_weights()  # a GPU has to hold the model once more, to be judged
     give_memory_back()
     lora = trained.peft_config["default"]
-    base = load_model(lora.base_model_name_or_path, revision=lora.revision or "main", **loading)  # no warm start in it
+    plain = loading | {"quantization_config": None}  # joining looks at the adapters alone
+    base = load_model(lora.base_model_name_or_path, revision=lora.revision or "main", **plain)  # no warm start in it
     joined(base, [*folders, output_dir / GRPO_FOLDER]).save_pretrained(output_dir)
     trainer.processing_class.save_pretrained(output_dir)
-    return load_model(output_dir, **loading).to(trainer.args.device)
+    return load_model(output_dir, device=trainer.args.device, **loading)

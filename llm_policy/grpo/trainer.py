@@ -322,6 +322,13 @@ class PolicyTrainer(GRPOTrainer):
 
     # Checkpoints -----------------------------------------------------------------------------------------------
 
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        """PEFT reads an adapter in float32, TRL trains one on quantised weights in bfloat16: a resumed run, too."""
+        dtypes = {name: p.dtype for name, p in self.model.named_parameters() if p.requires_grad}
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        for name, parameter in self.model.named_parameters():
+            parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
+
     def _save_checkpoint(self, model, trial):
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with written_whole(checkpoint, self.stands_on):

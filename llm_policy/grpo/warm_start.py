@@ -41,7 +41,7 @@ def warm_started(
     is_answer: Callable[[str], bool], script: ScriptArguments, seed: int, folder: Path,
     should_stop: Callable[[], bool], has_begun: bool,
 ) -> tuple[PreTrainedModel, dict]:  # fmt: skip
-    """Teach the form where `--warm_start` asks for it, and merge it into the model; what the warm start reported.
+    """Teach the form where `--warm_start` asks for it; the model that stands on it, and what the warm start reported.
 
     GRPO then trains a fresh adapter on top: with the warm start's own the first steps were five times as large and the
     policy state-blind for ten of them (LOG.md). An interrupted run finds adapter and report in `folder`.
@@ -53,7 +53,7 @@ def warm_started(
         if wrong := damage(folder):
             raise InputError(f"{wrong}, and the run stands on it; choose another --output_dir, or delete this run")
         print("warm start: taken from the interrupted run", flush=True)
-        return adapters.merged(model, folder), json.loads((folder / REPORT_FILE).read_text())
+        return adapters.stood_on(model, folder), json.loads((folder / REPORT_FILE).read_text())
     if script.warm_start == "always" and has_begun:
         raise InputError(f"{folder}: is gone, and the checkpoints stand on it; choose another --output_dir")
     if script.warm_start == "never" or has_begun or not lessons:  # steps without a warm start: none was needed
@@ -82,7 +82,7 @@ def warm_started(
     with written_whole(folder):
         student.save_pretrained(folder)
         (folder / REPORT_FILE).write_text(json.dumps(report) + "\n")
-    return adapters.merged(student.unload(), folder), report
+    return adapters.stood_on(student.unload(), folder), report
 
 
 def sampled_format_validity(

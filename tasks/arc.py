@@ -1,0 +1,260 @@
+"""ARC: science questions of grade school (Clark et al., 2018, arXiv 1803.05457). Models of any task are judged on them.
+
+    python evaluate_policy.py --task arc --policies MODEL runs/riddles                           # the bundled questions
+    python evaluate_policy.py --task arc --policies MODEL --test_dataset allenai/ai2_arc         # ARC-Challenge
+
+EleutherAI's lm-eval asks, with and without the system prompt, in three regimes whose figures must not be compared:
+
+- `likelihood`: the likeliest option after "Answer:", the options not shown (lm-eval's `arc_challenge`)
+- `letter`: options shown, the reply begins with "The best answer is" (`arc_challenge_llama`: Meta's protocol)
+- `answer tags`: options shown, nothing begun; the letter or the words in the last answer tags (this repository's)
+
+A file holds `question`, `choices` (`text` and `label`, two lists) and `answerKey`, as on the hub.
+"""
+
+import json
+import math
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from llm_policy.chat import Reader, fit_to_template
+from llm_policy.completions import parse_completion
+from llm_policy.errors import InputError, writing
+from llm_policy.run_files import EVALUATION_FILE, TABLE_FILE, write_whole
+from llm_policy.tables import show
+from tasks import Comparison
+from tasks.questions import (
+    LETTERS,
+    SAMPLES,
+    SAMPLES_FOLDER,
+    Fields,
+    Question,
+    QuestionWords,
+    read_questions,
+    text_of,
+)
+
+JUDGES_ANY_RUN = True  # a run of another task, too
+HUB_DATASET = "allenai/ai2_arc"
+WORDS = QuestionWords("Answer the question.", "I compare the options.")
+MAX_ANSWER_TOKENS = 256
+ROWS_PER_BATCH = 16
+PROMPTS = ("without", "with")  # the system prompt
+OPTIONS_OF_LETTER = 4  # what the prompt of that regime has room for
+
+
+def science_question(record: Fields, _: random.Random) -> Question:
+    """A record of ARC. Labels may be letters or numbers; options stay in their order."""
+    choices = record.get("choices")
+    texts, labels = (choices.get(key) for key in ("text", "label")) if isinstance(choices, Mapping) else (None, None)
+    if not isinstance(texts, list) or not isinstance(labels, list) or len(texts) != len(labels):
+        raise InputError("column choices: expected {'text': [...], 'label': [...]}, two lists of one length")
+    if not 2 <= len(texts) <= len(LETTERS) or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise InputError(f"column choices: {len(texts)} options, expected 2 to {len(LETTERS)}, all of them texts")
+    if labels not in (list(LETTERS[: len(labels)]), list("12345678"[: len(labels)])):
+        raise InputError(f"column choices: labels {labels}, expected A, B, C, ... or 1, 2, 3, ...")
+    key = text_of(record, "answerKey")
+    if key not in labels:
+        raise InputError(f"column answerKey: {key!r}, expected one of {', '.join(labels)}")
+    right = labels.index(key)
+    return Question(text_of(record, "question"), (LETTERS[right], texts[right]), tuple(texts), by_letter=True)
+
+
+def likelihood_task(data: Mapping) -> dict:
+    return {
+        **data,
+        "task": "likelihood",
+        "output_type": "multiple_choice",
+        "doc_to_text": "Question: {{question}}\nAnswer:",
+        "doc_to_target": "{{right}}",
+        "doc_to_choice": "{{options}}",
+        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+    }
+
+
+def letter_task(data: Mapping) -> dict:
+    shown = "\n".join(f"{letter}. {{{{ options[{i}] }}}}" for i, letter in enumerate(LETTERS[:OPTIONS_OF_LETTER]))
+    return {
+        **data,
+        "task": "letter",
+        "process_docs": lambda rows: rows.filter(lambda row: len(row["options"]) == OPTIONS_OF_LETTER),
+        "output_type": "generate_until",
+        "doc_to_text": "Given the following question and four candidate answers (A, B, C and D), choose the best "
+        f"answer.\nQuestion: {{{{ question }}}}\n{shown}\nYour response should end with "
+        '"The best answer is [the_answer_letter]" where the [the_answer_letter] is one of A, B, C or D.',
+        "gen_prefix": "The best answer is",
+        "doc_to_target": "{{letter}}",
+        "generation_kwargs": {"do_sample": False, "max_gen_toks": 100, "until": []},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+
+
+def answer_tags_task(data: Mapping) -> dict:
+    return {
+        **data,
+        "task": "answer tags",
+        "output_type": "generate_until",
+        "doc_to_text": "{{user}}",
+        "doc_to_target": "{{letter}}",
+        "generation_kwargs": {"do_sample": False, "max_gen_toks": MAX_ANSWER_TOKENS, "until": []},
+        "metric_list": [{"metric": "exact_match"}],
+    }
+
+
+REGIMES = {"likelihood": likelihood_task, "letter": letter_task, "answer tags": answer_tags_task}
+
+
+def said_letter(regime: str, question: Question, replies: Sequence) -> str | None:
+    """The letter that a reply of lm-eval comes to; None where none can be read.
+
+    Args:
+        replies: `likelihood`: (log-likelihood, is greedy) of each option. Else the one text.
+    """
+    if regime == "likelihood":
+        return LETTERS[max(range(len(replies)), key=lambda i: replies[i][0])]
+    if regime == "letter":  # as arc_challenge_llama: nothing but the letter, and a full stop or blanks
+        option = question.chosen(replies[0].strip(" .$\n")) if len(replies[0].strip(" .$\n")) == 1 else None
+    else:
+        option = question.chosen(parse_completion(replies[0]).last_answer)
+    return None if option is None else LETTERS[option]
+
+
+@dataclass(frozen=True)
+class ArcJudge:
+    """Asks through lm-eval. Greedy alone: `draws_samples` says so to evaluate_policy.py."""
+
+    questions: Sequence[Question]
+    reader: Reader | None
+    settings: dict
+    draws_samples = False
+
+    def first_prompt(self) -> list[int]:
+        return max((self.reader.prompt(WORDS.messages(question)) for question in self.questions), key=len)
+
+    def baseline_answers(self, name: str) -> dict:
+        raise InputError(f"--policies {name!r}: --task arc judges models; chance stands in its table")
+
+    def answers(self, model: PreTrainedModel, samples: int = 0) -> dict:
+        """`results`: of each regime, with and without the system prompt, the letters that were read."""
+        try:
+            from lm_eval import simple_evaluate
+            from lm_eval.models.huggingface import HFLM
+        except ImportError as error:
+            raise InputError(
+                f"--task arc: the package lm-eval is missing ({error}); pip install -r requirements-arc.txt"
+            ) from error
+        tokenizer = self.reader.tokenizer
+
+        class ChatModel(HFLM):
+            def apply_chat_template(self, chat_history, add_generation_prompt=True):
+                """lm-eval would leave out a system turn that the template refuses; here it opens the user's."""
+                return super().apply_chat_template(fit_to_template(chat_history, tokenizer), add_generation_prompt)
+
+        asked = ChatModel(pretrained=model, tokenizer=tokenizer, batch_size=ROWS_PER_BATCH)
+        results = []
+        with tempfile.TemporaryDirectory() as folder:
+            data = self._data(Path(folder))
+            for prompt in PROMPTS:
+                found = simple_evaluate(
+                    asked,
+                    tasks=[make(data) for make in REGIMES.values()],
+                    num_fewshot=0,
+                    apply_chat_template=True,
+                    system_instruction=None if prompt == "without" else self._system_prompt(),
+                    bootstrap_iters=0,
+                )
+                for regime in REGIMES:
+                    results.append(self._result(regime, prompt, found["samples"][regime]))
+        return {"results": results}
+
+    def _system_prompt(self) -> str:
+        return WORDS.messages(self.questions[0])[0]["content"]
+
+    def _data(self, folder: Path) -> dict:
+        """The questions as a file that lm-eval reads; the options of its task that name it."""
+        rows = [
+            {
+                "number": number,
+                "question": question.text,
+                "options": list(question.options),
+                "right": question.chosen(question.answers[0]),
+                "letter": question.answers[0],
+                "user": WORDS.messages(question)[1]["content"],
+            }
+            for number, question in enumerate(self.questions)
+        ]
+        file = folder / "questions.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        kwargs = {"data_files": {"test": str(file)}, "cache_dir": str(folder)}
+        return {"dataset_path": "json", "dataset_kwargs": kwargs, "test_split": "test"}
+
+    def _result(self, regime: str, prompt: str, samples: Sequence[Mapping]) -> dict:
+        pairs = []
+        for sample in samples:
+            question = self.questions[sample["doc"]["number"]]
+            replies = [reply[0] for reply in sample["resps"]]
+            pairs.append((question, said_letter(regime, question, replies)))
+        count = len(pairs)
+        right = sum(question.is_right(said) for question, said in pairs)
+        said = Counter(letter for _, letter in pairs if letter)
+        accuracy = right / count
+        return {
+            "regime": regime,
+            "system_prompt": prompt,
+            "questions": count,
+            "accuracy": accuracy,
+            "standard_error": math.sqrt(accuracy * (1 - accuracy) / max(count - 1, 1)),
+            "unreadable": 1 - sum(said.values()) / count,
+            "letters": {letter: said[letter] for letter in sorted(said)},
+        }
+
+    def compare(self, answers_of: Mapping[str, Mapping]) -> Comparison:
+        columns = ("policy", "regime", "system prompt", "questions", "accuracy", "unreadable", "letters")
+        right = Counter(question.answers[0] for question in self.questions)
+        letter, most = right.most_common(1)[0]
+        count = len(self.questions)
+        chance = sum(1 / len(question.options) for question in self.questions) / count
+        rows = [
+            ["random option", "", "", str(count), f"{chance:.1%}", "", ""],
+            [f"always {letter}", "", "", str(count), f"{most / count:.1%}", "", ""],
+        ]
+        for regime in REGIMES:
+            for name, answers in answers_of.items():
+                for found in (found for found in answers["results"] if found["regime"] == regime):
+                    accuracy = f"{found['accuracy']:.1%} ± {found['standard_error']:.1%}"
+                    letters = " ".join(f"{letter} {times}" for letter, times in found["letters"].items())
+                    about = [regime, found["system_prompt"], str(found["questions"])]
+                    rows.append(
+                        [name.removesuffix(", greedy"), *about, accuracy, f"{found['unreadable']:.0%}", letters]
+                    )
+        table = Table(title=f"ARC: {self.settings['test_dataset']}")
+        for column in columns:
+            table.add_column(column, justify="right" if column in ("questions", "accuracy", "unreadable") else "left")
+        for row in rows:
+            table.add_row(*row)
+        text = show(table, "± is one standard error. Regimes ask in different ways: compare within one only.")
+
+        def save(folder: Path) -> None:
+            lines = ["| " + " | ".join(row) + " |" for row in (columns, ["---"] * len(columns), *rows)]
+            content = {"task": "arc", **self.settings, "chance": chance, "policies": answers_of}
+            with writing(f"--output_dir {folder}", "make room, or name another folder"):
+                folder.mkdir(parents=True, exist_ok=True)
+                write_whole(folder / TABLE_FILE, "\n".join(lines) + "\n")
+                write_whole(folder / EVALUATION_FILE, json.dumps(content, indent=1) + "\n")
+
+        return Comparison(text, save)
+
+
+def make_judge(settings: Mapping, reader: Reader | None, episodes: int, seed: int) -> ArcJudge:
+    """The judge on `test_dataset`: the bundled questions, a file, or ARC-Challenge's test split from the hub."""
+    name = settings.get("test_dataset") or SAMPLES
+    source = f"{HUB_DATASET}/ARC-Challenge:test" if name == HUB_DATASET else name
+    questions = read_questions(source, SAMPLES_FOLDER / "arc.jsonl", science_question, seed)
+    return ArcJudge(questions, reader, {"test_dataset": name})

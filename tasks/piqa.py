@@ -1,0 +1,48 @@
+"""PIQA: which of two ways reaches a physical goal (Bisk et al., 2020, arXiv 1911.11641); answered by its letter.
+
+A file or the hub's `baber/piqa` holds `goal`, `sol1`, `sol2` and `label` (0 or 1). The ways are shuffled: a coin, and a
+policy of one letter, earn 50 %.
+"""
+
+import random
+
+from llm_policy.errors import InputError
+from tasks.questions import (
+    SAMPLES_FOLDER,
+    Fields,
+    Question,
+    QuestionArguments,
+    QuestionTask,
+    QuestionWords,
+    held_out,
+    read_questions,
+    text_of,
+    with_options,
+)
+
+Arguments = QuestionArguments
+LABELS = {0: 0, 1: 1, "0": 0, "1": 1}
+
+
+def physical_question(record: Fields, draw: random.Random) -> Question:
+    goal, ways = text_of(record, "goal"), [text_of(record, name) for name in ("sol1", "sol2")]
+    label = record.get("label")
+    if isinstance(label, bool) or not isinstance(label, int | str) or label not in LABELS:
+        raise InputError(f"column label: {label!r}, expected 0 or 1")
+    if ways[0] == ways[1]:
+        raise InputError(f"column sol2: the same as sol1, {ways[0]!r:.60}")
+    return with_options(goal, ways, LABELS[label], draw)
+
+
+def physical_questions(arguments: QuestionArguments) -> tuple[list[Question], list[Question]]:
+    seed, samples = arguments.split_seed, SAMPLES_FOLDER / "piqa.jsonl"
+    trained = read_questions(arguments.dataset, samples, physical_question, seed)
+    if not arguments.test_dataset:
+        return held_out(trained, arguments.test_share, seed)
+    judged = read_questions(arguments.test_dataset, samples, physical_question, seed)
+    return [question for question in trained if question not in set(judged)], judged
+
+
+WORDS = QuestionWords("Which way reaches the goal?", "I compare both ways.")
+TASK = QuestionTask(WORDS, Arguments, physical_questions)
+make_task, make_judge = TASK.make_task, TASK.make_judge

@@ -1,0 +1,104 @@
+"""Riddles: GRPO where no answer is among a few actions; after "No Problama" (Buchda, Mahajan, Nash and Rosen, 2025).
+
+A file holds `question`, `answer` and, if other words are right, too, `aliases`; with `options` to choose from, the
+answer is one of them. Both are lists, or in CSV words with | between them.
+"""
+
+import random
+from dataclasses import dataclass, field, replace
+
+from llm_policy.errors import InputError
+from tasks.questions import (
+    LETTERS,
+    SAMPLES_FOLDER,
+    Fields,
+    Question,
+    QuestionArguments,
+    QuestionTask,
+    QuestionWords,
+    held_out,
+    normalised,
+    read_questions,
+    text_of,
+)
+
+FEWEST_OPTIONS, MOST_OPTIONS = 2, 8
+
+
+@dataclass
+class Arguments(QuestionArguments):
+    """Options of the riddles."""
+
+    options: int = field(
+        default=0,
+        metadata={"help": "Show so many answers to choose from, the others those of other riddles; 0: the file's own."},
+    )
+    by_letter: bool = field(default=False, metadata={"help": "Options have letters, and a letter answers."})
+
+    def __post_init__(self) -> None:
+        if self.options and not FEWEST_OPTIONS <= self.options <= MOST_OPTIONS:
+            raise InputError(f"--options {self.options}: expected 0, or {FEWEST_OPTIONS} to {MOST_OPTIONS}")
+
+
+def riddle(record: Fields, _: random.Random) -> Question:
+    answers = (text_of(record, "answer"), *_texts(record, "aliases"))
+    if not all(map(normalised, answers)):
+        raise InputError(f"column answer: {answers}, expected words")
+    question = Question(text_of(record, "question"), answers, _texts(record, "options"))
+    if question.options and sum(map(question.is_right, question.options)) != 1:
+        raise InputError(f"column options: {', '.join(question.options)}: expected {answers[0]!r} once among them")
+    return question
+
+
+def _texts(record: Fields, column: str) -> tuple[str, ...]:
+    """A list of texts that may be missing; in CSV they have | between them."""
+    texts = record.get(column) or []
+    if isinstance(texts, str):
+        texts = texts.split("|")
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise InputError(f"column {column}: {texts!r:.60}, expected a list of texts")
+    return tuple(text.strip() for text in texts if text.strip())
+
+
+def with_other_answers(riddles: list[Question], options: int, seed: int) -> list[Question]:
+    """Each riddle with so many options, in words: its answer among those of other riddles here, in any order."""
+    pool = sorted({question.answers[0] for question in riddles})
+    found = []
+    for number, question in enumerate(riddles):
+        draw = random.Random(f"{seed} {number}")
+        others = [answer for answer in pool if not question.is_right(answer)]
+        if len(others) < options - 1:
+            raise InputError(f"--options {options}: only {len(others)} other answers to choose from; take fewer")
+        shown = [question.answers[0], *draw.sample(others, options - 1)]
+        draw.shuffle(shown)
+        found.append(replace(question, options=tuple(shown)))
+    return found
+
+
+def riddles(arguments: Arguments) -> tuple[list[Question], list[Question]]:
+    """(to train on, to judge on): no answer is on both sides, not even as an option."""
+    seed, samples = arguments.split_seed, SAMPLES_FOLDER / "riddles.jsonl"
+    trained = read_questions(arguments.dataset, samples, riddle, seed)
+    if arguments.test_dataset:
+        judged = read_questions(arguments.test_dataset, samples, riddle, seed)
+        known = {normalised(answer) for question in judged for answer in question.answers}
+        trained = [q for q in trained if not known & {normalised(answer) for answer in q.answers}]
+    else:
+        trained, judged = held_out(trained, arguments.test_share, seed)
+    if arguments.options:
+        trained, judged = (with_other_answers(side, arguments.options, seed) for side in (trained, judged))
+    if arguments.by_letter:
+        trained, judged = ([_with_letters(question) for question in side] for side in (trained, judged))
+    return trained, judged
+
+
+def _with_letters(question: Question) -> Question:
+    if not question.options:
+        raise InputError("--by_letter true: a riddle has no options; give --options 4, or a file that has them")
+    right = LETTERS[question.chosen(question.answers[0])]
+    return replace(question, answers=(right, *question.answers), by_letter=True)
+
+
+WORDS = QuestionWords("Solve the riddle.", "I look for what fits every clue.")
+TASK = QuestionTask(WORDS, Arguments, riddles)
+make_task, make_judge = TASK.make_task, TASK.make_judge
