@@ -86,11 +86,11 @@ def read_options(argv: Sequence[str] | None) -> Options:
     """Command line and YAML file -> options; one-line `InputError`s."""
     argv = sys.argv[1:] if argv is None else list(argv)
     task = read_option(argv, "task", "frozen_lake")
+    if not hasattr(module := task_module(task), "make_task"):
+        raise InputError(f"--task {task}: is judged and not trained; `python evaluate_policy.py --task {task}` judges")
     config = default_config(task)
     if config is None and not asks_for_help(argv) and not read_option(argv, "model_name_or_path", ""):
         raise InputError(f"--task {task}: has no configs/{task}.yaml; name a configuration with --config")
-    if not hasattr(module := task_module(task), "make_task"):
-        raise InputError(f"--task {task}: is judged and not trained; `python evaluate_policy.py --task {task}` judges")
     groups = (rules.ScriptArguments, module.Arguments, GRPOConfig, ModelConfig)
     chosen, note = number_format(argv, config)
     parsed, path = parse_arguments([*argv, *chosen], groups, description=__doc__, default_config=config)

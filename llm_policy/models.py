@@ -135,7 +135,7 @@ def load_model(
     return _placed(model, device)
 
 
-def _placed(model: PreTrainedModel | PeftModel, device: torch.device | None) -> PreTrainedModel | PeftModel:
+def _placed(model: Any, device: torch.device | None) -> Any:
     """On `device`. Quantised weights were loaded to where they are: they cannot be moved."""
     return model if device is None or getattr(model, "is_quantized", False) else model.to(device)
 

@@ -47,6 +47,7 @@ WORDS = QuestionWords("Answer the question.", "I compare the options.")
 MAX_ANSWER_TOKENS = 256
 ROWS_PER_BATCH = 16
 PROMPTS = ("without", "with")  # the system prompt
+MEAN = {"aggregation": "mean", "higher_is_better": True}
 OPTIONS_OF_LETTER = 4  # what the prompt of that regime has room for
 
 
@@ -75,7 +76,7 @@ def likelihood_task(data: Mapping) -> dict:
         "doc_to_text": "Question: {{question}}\nAnswer:",
         "doc_to_target": "{{right}}",
         "doc_to_choice": "{{options}}",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        "metric_list": [MEAN | {"metric": "acc"}],
     }
 
 
@@ -92,7 +93,7 @@ def letter_task(data: Mapping) -> dict:
         "gen_prefix": "The best answer is",
         "doc_to_target": "{{letter}}",
         "generation_kwargs": {"do_sample": False, "max_gen_toks": 100, "until": []},
-        "metric_list": [{"metric": "exact_match"}],
+        "metric_list": [MEAN | {"metric": "exact_match"}],
     }
 
 
@@ -104,7 +105,7 @@ def answer_tags_task(data: Mapping) -> dict:
         "doc_to_text": "{{user}}",
         "doc_to_target": "{{letter}}",
         "generation_kwargs": {"do_sample": False, "max_gen_toks": MAX_ANSWER_TOKENS, "until": []},
-        "metric_list": [{"metric": "exact_match"}],
+        "metric_list": [MEAN | {"metric": "exact_match"}],
     }
 
 
@@ -157,6 +158,10 @@ class ArcJudge:
                 """lm-eval would leave out a system turn that the template refuses; here it opens the user's."""
                 return super().apply_chat_template(fit_to_template(chat_history, tokenizer), add_generation_prompt)
 
+        count = len(self.questions)
+        print(
+            f"lm-eval asks {count} questions in {len(REGIMES)} regimes, with and without the system prompt", flush=True
+        )
         asked = ChatModel(pretrained=model, tokenizer=tokenizer, batch_size=ROWS_PER_BATCH)
         results = []
         with tempfile.TemporaryDirectory() as folder:
@@ -165,7 +170,6 @@ class ArcJudge:
                 found = simple_evaluate(
                     asked,
                     tasks=[make(data) for make in REGIMES.values()],
-                    num_fewshot=0,
                     apply_chat_template=True,
                     system_instruction=None if prompt == "without" else self._system_prompt(),
                     bootstrap_iters=0,
@@ -193,7 +197,7 @@ class ArcJudge:
         file = folder / "questions.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         kwargs = {"data_files": {"test": str(file)}, "cache_dir": str(folder)}
-        return {"dataset_path": "json", "dataset_kwargs": kwargs, "test_split": "test"}
+        return {"dataset_path": "json", "dataset_kwargs": kwargs, "test_split": "test", "num_fewshot": 0}
 
     def _result(self, regime: str, prompt: str, samples: Sequence[Mapping]) -> dict:
         pairs = []

