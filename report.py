@@ -34,17 +34,19 @@ from llm_policy.environments.mdp import AGREEMENT_GAMMA, OPTIMAL_PERCENT, optima
 from llm_policy.errors import InputError, run_script
 from llm_policy.plots import curves_figure
 from llm_policy.run_files import ROOT
+from llm_policy.statistics import mcnemar_p, wilson_interval
 
 RESULTS = ROOT / "results"
 BEGIN, END = "<!-- {name}: written by report.py -->", "<!-- end of {name} -->"
 SECTIONS = (
     "summary", "results", "ablations", "supervision", "supervision_maps", "maps", "observations", "probe", "search",
-    "speed",
+    "questions", "arc", "speed",
 )  # fmt: skip
 
 # The studies: folders of results/. Those of training hold seeds that were trained on lakes.
-CANONICAL, ORIGINAL, ABLATIONS, SUPERVISION, MAPS, SEARCH, SPEED = (
-    "canonical", "original", "ablations", "supervision", "maps_never_seen", "policy_search", "speed",
+CANONICAL, ORIGINAL, ABLATIONS, SUPERVISION, MAPS, SEARCH, QUESTIONS, ARC, SPEED = (
+    "canonical", "original", "ablations", "supervision", "maps_never_seen", "policy_search", "questions", "arc",
+    "speed",
 )  # fmt: skip
 TRAINING = (CANONICAL, ORIGINAL, ABLATIONS, SUPERVISION, MAPS)
 # What ablations start from: a result, and the configuration that their command names (None: the default)
@@ -167,7 +169,7 @@ def of_studies(results: Mapping[str, list[dict]], *studies: str) -> dict[str, li
 
 
 def searches_of(folder: Path) -> list[dict]:
-    """`evaluation.json` of the finished seeds of one policy search, and its minutes."""
+    """`evaluation.json` of the finished seeds of a search, or of training on questions, and its minutes."""
     found = []
     for seed in finished_seeds(folder, ("evaluation.json", "run.json", "minutes.txt")):
         with whole(seed):
@@ -661,6 +663,56 @@ def search_section(searches: Mapping[str, list[dict]], trained: Mapping[str, lis
     return markdown(headers, rows)
 
 
+def questions_section(runs: Mapping[str, list[dict]]) -> str:
+    """Training on questions: held-out accuracy before and after, beside chance, and what is answered."""
+    headers = (
+        "result", "held-out questions", "chance", "untrained", "warm start (form alone)", "trained", "trained, sampled",
+        "right only after, only before the steps of GRPO", "answers, trained", "minutes", "date, commit",
+    )  # fmt: skip
+    rows = []
+    for name, seeds in runs.items():
+        policies = [{row["policy"]: row for row in seed["policies"]} for seed in seeds]
+        shares = [_percents([found.get(policy) for found in policies]) for policy in (UNTRAINED, WARM_START, SAMPLED)]
+        chance = each(seeds, lambda seed: f"{100 * max(seed['baselines'].values()):.0f}")
+        pairs = [(found.get(WARM_START, found[UNTRAINED])["right"], found[TRAINED]["right"]) for found in policies]
+        changed = [
+            (one > 0.5, other > 0.5) for before, after in pairs for one, other in zip(before, after, strict=True)
+        ]
+        before, after = changed.count((True, False)), changed.count((False, True))
+        rows.append(
+            [
+                link(name, QUESTIONS, name),
+                each(seeds, lambda seed: len(seed["questions"])),
+                chance,
+                *shares[:2],
+                _percents([found[TRAINED] for found in policies], bold=True),
+                shares[2],
+                f"{after}, {before} (p {mcnemar_p(before, after):.2g})",
+                _most_said([found[TRAINED]["said"] for found in policies]),
+                each(seeds, lambda seed: f"{seed['minutes']:.0f}"),
+                made_by(seeds),
+            ]
+        )
+    return markdown(headers, rows)
+
+
+def _percents(rows: Sequence[dict | None], bold: bool = False) -> str:
+    """The accuracy of all seeds' questions together with its 95 % interval, and each seed's."""
+    found = [row for row in rows if row]
+    if not found:
+        return ""
+    right_P = [right for row in found for right in row["right"]]
+    low, high = wilson_interval(sum(right_P), len(right_P))
+    mean = f"{100 * np.mean(right_P):.1f}"
+    seeds = listed([f"{100 * row['accuracy']:.1f}" for row in found])
+    return f"{f'**{mean}**' if bold else mean} ({100 * low:.0f} to {100 * high:.0f}; {seeds})"
+
+
+def _most_said(histograms: Sequence[Mapping[str, int]]) -> str:
+    said = sum(map(Counter, histograms), Counter())
+    return ", ".join(f"{answer} {count / said.total():.0%}" for answer, count in said.most_common(4))
+
+
 def speed_section() -> str:
     """speed/step_time/*.json: a step on TRL's path and on this one, with its parts, and the ratio."""
     headers = (
@@ -708,6 +760,11 @@ def all_sections(results: Mapping[str, list[dict]]) -> dict[str, str]:
         "observations": maps_section(unchanged | observations) if observations else None,
         "search": search_section(searches, results) if searches else None,
     }
+    folders = [folder for folder in sorted((RESULTS / QUESTIONS).glob("*")) if folder.is_dir()]
+    if questions := {folder.name: seeds for folder in folders if (seeds := searches_of(folder))}:
+        sections["questions"] = questions_section(questions)
+    if (table := RESULTS / ARC / "evaluation.md").exists():
+        sections["arc"] = table.read_text(encoding="utf-8").strip()
     probe = RESULTS / MAPS / "observation_probe" / "observation_probe.json"
     if probe.exists():
         sections["probe"] = probe_section(probe)
@@ -828,7 +885,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not results:
         raise InputError("results/: holds no finished seeds yet; results/run.py makes them")
     for study in sorted(folder.name for folder in RESULTS.iterdir() if folder.is_dir() and folder.name[0] != "_"):
-        if study not in (*TRAINING, SEARCH, SPEED):
+        if study not in (*TRAINING, SEARCH, QUESTIONS, ARC, SPEED):
             print(f"results/{study}: no section shows this study", file=sys.stderr)
     texts = documents()
     written = with_sections(texts, all_sections(results))

@@ -162,3 +162,12 @@ def test_what_a_task_lacks(script, options, parts, message):
     else:
         with pytest.raises(InputError, match=f"^{message}"):
             check_task(*arguments)
+
+
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_quantised_weights_need_their_package(bits, monkeypatch):
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
+    with pytest.raises(
+        InputError, match=rf"^--load_in_{bits} true: the package bitsandbytes is missing; pip install -r"
+    ):
+        check_arguments(ScriptArguments(), training(), ModelConfig(**LORA, **{f"load_in_{bits}": True}))

@@ -329,6 +329,38 @@ def test_speed_section(results):
     )
 
 
+def test_questions_section(results):
+    for seed, after in ((1, [1.0, 1.0, 0.0, 1.0]), (2, [1.0, 0.0, 0.0, 1.0])):
+        folder = results / f"questions/riddles/seed-{seed}"
+        folder.mkdir(parents=True)
+        rights = {
+            "untrained, greedy": [0.0] * 4, "warm start, greedy": [1.0, 0.0, 0.0, 0.0], "trained, greedy": after,
+            "trained, sampled": [0.5] * 4,
+        }  # fmt: skip
+        rows = [
+            {"policy": name, "accuracy": sum(right) / 4, "right": right, "said": {"map": 3, "sea": 1}}
+            for name, right in rights.items()
+        ]
+        content = {"baselines": {"best constant answer (map)": 0.25}, "policies": rows, "questions": [{}] * 4}
+        (folder / "evaluation.json").write_text(json.dumps(content))
+        (folder / "minutes.txt").write_text("9.6\n")
+        (folder / "run.json").write_text(json.dumps({"commit": "b" * 40}))
+    found = report.all_sections(report.training_results())["questions"]
+    (line,) = found.splitlines()[2:]
+    assert cells(line) == [
+        "[riddles](results/questions/riddles)", "4, 4", "25, 25", "0.0 (0 to 32; 0.0, 0.0)",
+        "25.0 (7 to 59; 25.0, 25.0)", "**62.5** (31 to 86; 75.0, 50.0)", "50.0 (22 to 78; 50.0, 50.0)",
+        "3, 0 (p 0.25)", "map 75%, sea 25%", "10, 10",
+        WHEN,
+    ]  # fmt: skip
+
+
+def test_the_table_of_arc_is_what_the_judge_wrote(results):
+    (results / "arc").mkdir()
+    (results / "arc/evaluation.md").write_text("| policy |\n| --- |\n")
+    assert report.all_sections(report.training_results())["arc"] == "| policy |\n| --- |"
+
+
 def test_probe_section(results):
     path = results / "probe.json"
     content = {

@@ -1,6 +1,7 @@
 """Options of a training run beside TRL's, and the rules that TRL does not check or leaves to a crash in step 1."""
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 from trl import GRPOConfig, ModelConfig
 from trl.import_utils import is_vllm_available
@@ -89,6 +90,11 @@ def check_arguments(script: ScriptArguments, training: GRPOConfig, model: ModelC
             raise InputError(f"--{name}: {reason}")
     if training.use_vllm and not is_vllm_available():
         raise InputError("--use_vllm true: needs the package vllm (pip install vllm), or leave it out")
+    if (model.load_in_4bit or model.load_in_8bit) and find_spec("bitsandbytes") is None:
+        bits = "4bit" if model.load_in_4bit else "8bit"
+        raise InputError(
+            f"--load_in_{bits} true: the package bitsandbytes is missing; pip install -r requirements-4bit.txt"
+        )
     if script.check != "only" and (training.n_gpu > 1 or training.world_size > 1):
         raise InputError(
             f"{max(training.n_gpu, training.world_size)} GPUs or processes: a run takes one; set CUDA_VISIBLE_DEVICES "
