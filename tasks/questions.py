@@ -174,7 +174,9 @@ class QuestionArguments:
     test_dataset: str = field(default="", metadata={"help": "What to judge on. Default: a part held out of --dataset."})
     test_share: float = field(default=0.25, metadata={"help": "Share of --dataset that is held out to judge on."})
     test_questions: int = field(default=0, metadata={"help": "Judge on at most so many questions; 0: on all."})
-    split_seed: int = field(default=0, metadata={"help": "Seed of the split and of the order of the options."})
+    split_seed: int | None = field(
+        default=None, metadata={"help": "Seed of the split and of the order of the options. Default: --seed."}
+    )
 
 
 Fields = Mapping[str, object]
@@ -332,6 +334,8 @@ class QuestionTask:
     questions: Callable[..., tuple[list[Question], list[Question]]]
 
     def make_task(self, arguments, training: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+        if arguments.split_seed is None:
+            arguments = replace(arguments, split_seed=training.seed)
         trained, judged = self.questions(arguments)
         judged = judged[: arguments.test_questions or None]
         print(f"{len(trained)} questions to train on, {len(judged)} held out to judge on", flush=True)
@@ -347,6 +351,8 @@ class QuestionTask:
         except ValidationError as error:
             first = error.errors()[0]
             raise InputError(f"run.json: {first['loc'][0]} {first['input']!r:.80}: {first['msg']}") from error
+        if arguments.split_seed is None:
+            arguments = replace(arguments, split_seed=seed)
         if arguments.test_dataset:
             arguments = replace(arguments, dataset=arguments.test_dataset)  # what was trained on need not be there
         _, judged = self.questions(arguments)

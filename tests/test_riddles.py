@@ -26,8 +26,12 @@ def small_run(model, output_dir, *more) -> list[str]:
     return [*TASK, *(str(text) for name, value in options.items() for text in (f"--{name}", value)), *map(str, more)]
 
 
+def asked(**options) -> Arguments:
+    return Arguments(**({"split_seed": 0} | options))
+
+
 def test_bundled_riddles():
-    trained, judged = riddles(Arguments())
+    trained, judged = riddles(asked())
     assert len(trained) + len(judged) >= 60
     assert len(judged) == pytest.approx(0.25 * (len(trained) + len(judged)), abs=1)
     for question in trained + judged:
@@ -37,7 +41,7 @@ def test_bundled_riddles():
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_options_are_answers_of_the_same_side(seed):
-    trained, judged = riddles(Arguments(options=4, split_seed=seed))
+    trained, judged = riddles(asked(options=4, split_seed=seed))
     sides = [{normalised(option) for q in side for option in q.options} for side in (trained, judged)]
     assert not sides[0] & sides[1]
     for question in trained + judged:
@@ -48,7 +52,7 @@ def test_options_are_answers_of_the_same_side(seed):
 
 
 def test_letters():
-    words, letters = (riddles(Arguments(options=3, by_letter=by_letter))[0] for by_letter in (False, True))
+    words, letters = (riddles(asked(options=3, by_letter=by_letter))[0] for by_letter in (False, True))
     for one, other in zip(words, letters, strict=True):
         assert other.options == one.options
         assert other.legal == ("A", "B", "C")
@@ -70,9 +74,9 @@ def test_what_the_model_reads():
 
 
 BAD = [
-    (Arguments(by_letter=True), "--by_letter true: a riddle has no options"),
+    (asked(by_letter=True), "--by_letter true: a riddle has no options"),
     (
-        Arguments(dataset=PYRIDDLE),
+        asked(dataset=PYRIDDLE),
         "--dataset pyriddle: the package is missing; pip install -r requirements-riddles.txt",
     ),
 ]
@@ -89,12 +93,12 @@ def test_more_options_than_answers(tmp_path):
     lines = [json.dumps({"question": f"{i}?", "answer": f"word{i}"}) for i in range(8)]
     (tmp_path / "few.jsonl").write_text("\n".join(lines))
     with pytest.raises(InputError, match=r"^--options 8: only 5 other answers to choose from; take fewer"):
-        riddles(Arguments(dataset=str(tmp_path / "few.jsonl"), options=8))
+        riddles(asked(dataset=str(tmp_path / "few.jsonl"), options=8))
 
 
 def test_the_package_with_386_riddles():
     pytest.importorskip(PYRIDDLE, reason="requirements-riddles.txt")
-    trained, judged = riddles(Arguments(dataset=PYRIDDLE, options=4))
+    trained, judged = riddles(asked(dataset=PYRIDDLE, options=4))
     assert len(trained) + len(judged) == 386
 
 
