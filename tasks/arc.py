@@ -30,7 +30,7 @@ from llm_policy.errors import InputError, writing
 from llm_policy.run_files import EVALUATION_FILE, TABLE_FILE, write_whole
 from llm_policy.tables import show
 from tasks import Comparison
-from tasks.questions import (
+from tasks.questions.data import (
     LETTERS,
     SAMPLES,
     SAMPLES_FOLDER,

@@ -7,18 +7,17 @@ policy of one letter, earn 50 %.
 import random
 
 from llm_policy.errors import InputError
-from tasks.questions import (
+from tasks.questions.data import (
     SAMPLES_FOLDER,
     Fields,
     Question,
-    QuestionArguments,
-    QuestionTask,
     QuestionWords,
     held_out,
     read_questions,
     text_of,
     with_options,
 )
+from tasks.questions.task import QuestionArguments, QuestionTask
 
 Arguments = QuestionArguments
 LABELS = {0: 0, 1: 1, "0": 0, "1": 1}

@@ -12,19 +12,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from llm_policy.errors import InputError
-from tasks.questions import (
+from tasks.questions.data import (
     LETTERS,
     SAMPLES_FOLDER,
     Fields,
     Question,
-    QuestionArguments,
-    QuestionTask,
     QuestionWords,
     held_out,
     normalised,
     read_questions,
     text_of,
 )
+from tasks.questions.task import QuestionArguments, QuestionTask
 
 PYRIDDLE = "pyriddle"
 FEWEST_OPTIONS, MOST_OPTIONS = 2, 8

@@ -11,7 +11,7 @@ import evaluate_policy
 import train_script
 from llm_policy.errors import InputError
 from tasks.arc import REGIMES, ArcJudge, make_judge, said_letter, science_question
-from tasks.questions import Question, read_questions
+from tasks.questions.data import Question, read_questions
 
 ROW = {
     "question": "What is ice?",

@@ -8,8 +8,8 @@ from test_riddles import small_run
 import train_script
 from llm_policy.errors import InputError
 from tasks.piqa import WORDS, Arguments, physical_question, physical_questions
-from tasks.question_judge import QuestionJudge
-from tasks.questions import read_questions
+from tasks.questions.data import read_questions
+from tasks.questions.judge import QuestionJudge
 
 ROW = {"goal": "Cut bread.", "sol1": "Use a knife.", "sol2": "Use a spoon.", "label": 0}
 

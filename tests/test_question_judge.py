@@ -7,8 +7,8 @@ from test_completions import reply
 
 from llm_policy.errors import InputError
 from llm_policy.statistics import mcnemar_p, wilson_interval
-from tasks.question_judge import QuestionJudge, changes
-from tasks.questions import Question
+from tasks.questions.data import Question
+from tasks.questions.judge import QuestionJudge, changes
 from tasks.riddles import WORDS
 
 FREE = [Question("keys?", ("piano",)), Question("flat?", ("map", "atlas")), Question("flat again?", ("map",))]

@@ -11,7 +11,7 @@ from test_train_script import metrics_of
 import evaluate_policy
 import train_script
 from llm_policy.errors import InputError
-from tasks.questions import normalised
+from tasks.questions.data import normalised
 from tasks.riddles import PYRIDDLE, WORDS, Arguments, make_judge, riddle, riddles
 
 TASK = ("--task", "riddles", "--config", "configs/riddles_laptop.yaml", "--report_to", "none")

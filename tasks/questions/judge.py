@@ -24,9 +24,9 @@ from llm_policy.run_files import EVALUATION_FILE, write_whole
 from llm_policy.statistics import mcnemar_p, wilson_interval
 from llm_policy.tables import show
 from tasks import Comparison
+from tasks.questions.data import LETTERS, Question, QuestionWords
 
 SHOWN_ANSWERS = 5  # the most frequent ones
-LETTERS = "ABCDEFGH"
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,12 @@ class QuestionJudge:
     """Asks a model every held-out question (`tasks.Judge`).
 
     Attributes:
-        questions: from tasks/questions.py.
         words: how they are asked.
         settings: what run.json says of them.
     """
 
-    questions: Sequence
-    words: object
+    questions: Sequence[Question]
+    words: QuestionWords
     reader: Reader
     settings: dict
     seed: int = 0

@@ -1,30 +1,14 @@
-"""What is right, what it earns, which questions are read, and on which side of the split they stand."""
+"""What is right, which questions are read, and on which side of the split they stand."""
 
 import json
 import random
 
 import pytest
 from hypothesis import given, settings, strategies
-from test_completions import reply
 
 from llm_policy.errors import InputError
-from tasks.questions import (
-    REWARDS,
-    Question,
-    correct_reward,
-    held_out,
-    legal_rewards,
-    normalised,
-    question_reward,
-    read_questions,
-    short_reward,
-    soft_format_reward,
-    with_options,
-)
+from tasks.questions.data import Question, held_out, normalised, read_questions, with_options
 from tasks.riddles import riddle
-
-MAP, PIANO = ["map", "atlas"], ["piano"]
-
 
 # What is right -------------------------------------------------------------------------------------------------
 
@@ -52,46 +36,6 @@ def test_normalising_twice_changes_nothing_more_than_an_article(text):
     assert " ".join(normalised(text).split()) == normalised(text)
 
 
-REWARDED = [
-    # completion, right answers: correct, short, format
-    (reply("flat", "A map."), MAP, 2.0, 0.5, 0.5),
-    (reply("flat", "atlas"), MAP, 2.0, 0.5, 0.5),  # an alias
-    (reply("keys", "the piano"), PIANO, 2.0, 0.5, 0.5),
-    (reply("flat", "maps"), MAP, 2.0, 0.5, 0.5),
-    (reply("flat", "map, globe, chart, plan, book"), MAP, 0.0, 0.4, 0.5),  # five guesses
-    (reply("It has cities.\n\nNo houses.\n", "map"), MAP, 2.0, 0.5, 0.5),  # a thought of several lines
-    (reply("flat", "\nmap\n"), MAP, 2.0, 0.5, 0.5),
-    (reply("flat", "word " * 2000), MAP, 0.0, 0.0, 0.5),
-    (reply("flat", ""), MAP, 0.0, 0.0, 0.5),  # nothing said is not short
-    (reply("flat", "   "), MAP, 0.0, 0.0, 0.5),
-    (reply("", "map"), MAP, 2.0, 0.5, 0.5),
-    ("<THINK>flat</THINK><ANSWER>map</ANSWER>", MAP, 0.0, 0.0, 0.0),  # the tags are in lower case
-    ("<think>flat</think><answer>globe</answer><answer>map</answer>", MAP, 2.0, 0.5, 0.5),  # the last one counts
-    ("<think>flat</think><answer>map</answer><answer>globe</answer>", MAP, 0.0, 0.5, 0.5),
-    ("Well, <think>flat</think>\n<answer>map</answer> of course", MAP, 2.0, 0.5, 0.5),
-    ("<answer>map</answer>", MAP, 2.0, 0.5, 0.0),
-    ("<answer>map</answer><think>flat</think>", MAP, 2.0, 0.5, 0.0),
-    ("map", MAP, 0.0, 0.0, 0.0),
-    ("", MAP, 0.0, 0.0, 0.0),
-    (reply("keys", "one two three four"), PIANO, 0.0, 0.45, 0.5),
-]
-
-
-@pytest.mark.parametrize("as_chat", [False, True])
-@pytest.mark.parametrize(("text", "right", "correct", "short", "form"), REWARDED)
-def test_rewards(text, right, correct, short, form, as_chat):
-    completion = [{"role": "assistant", "content": text}] if as_chat else text
-    found = [reward([completion], answers=[right], row=[0])[0] for reward in REWARDS]
-    assert found == pytest.approx([correct + short + form, correct, short, form])
-
-
-def test_rewards_of_a_batch_keep_their_order():
-    texts = [reply("flat", answer) for answer in ("map", "globe", "map")]
-    assert correct_reward(texts, [MAP, MAP, PIANO]) == [2.0, 0.0, 0.0]
-    assert question_reward([], answers=[]) == []
-    assert short_reward([]) == soft_format_reward([]) == []
-
-
 def test_a_letter_and_its_words_are_one_option():
     question = Question("Which?", ("B", "a long stick"), ("a rope", "a long stick"), by_letter=True)
     for answer, option in (
@@ -107,15 +51,6 @@ def test_a_letter_and_its_words_are_one_option():
         assert question.is_right(answer) == (option == 1)
     assert question.chosen(None) is None
     assert not question.is_right(None)
-
-
-def test_every_legal_letter_has_its_reward():
-    questions = [Question("?", (right,), ("x", "y"), by_letter=True) for right in "AB"]
-    assert legal_rewards(questions, [1, 0, 0, 0]).tolist() == [[3, 1], [1, 3]]
-    assert legal_rewards(questions, [0, 1, 0, 2]).tolist() == [[3, 1], [1, 3]]
-    for question, rewards in zip(questions, legal_rewards(questions, [1, 0, 0, 0]), strict=True):
-        texts = [reply("x", letter) for letter in question.legal]
-        assert question_reward(texts, answers=[question.answers] * 2) == rewards.tolist()
 
 
 def test_options_are_shuffled_with_their_letter():

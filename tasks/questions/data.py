@@ -1,0 +1,234 @@
+"""Questions: what is right, which records of a file or the hub they are made of, their words, and their split."""
+
+import csv
+import json
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm_policy.chat import Messages
+from llm_policy.errors import InputError
+from llm_policy.models import first_line
+from llm_policy.reading import read_text
+from llm_policy.run_files import ROOT
+
+SAMPLES = "samples"  # the name of the questions that come with this repository
+SAMPLES_FOLDER = ROOT / "data/samples"
+LETTERS = "ABCDEFGH"
+ARTICLES = ("a", "an", "the")
+
+
+# What is right -------------------------------------------------------------------------------------------------
+
+
+def normalised(text: str) -> str:
+    """A text as it is compared: no case, article in front, punctuation or simple plural.
+
+    >>> normalised("The Maps."), normalised("a piano"), normalised("A")
+    ('map', 'piano', 'a')
+    """
+    words = re.sub(r"[^\w\s]|_", " ", re.sub(r"['’]", "", text.casefold())).split()
+    if len(words) > 1 and words[0] in ARTICLES:
+        words = words[1:]
+    return " ".join(map(_singular, words))
+
+
+def _singular(word: str) -> str:
+    if word.endswith("ies") and len(word) > 4:
+        return word[:-3] + "y"
+    if word.endswith(("ches", "shes", "xes", "sses")):
+        return word[:-2]
+    if word.endswith("s") and len(word) > 3 and not word.endswith(("ss", "us", "is")):
+        return word[:-1]
+    return word
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question.
+
+    Attributes:
+        text: what is asked.
+        answers: every text that is right, the one to show first.
+        options: what to choose from, as they are shown; none where any word may be said.
+        by_letter: the options have letters, and a letter answers.
+    """
+
+    text: str
+    answers: tuple[str, ...]
+    options: tuple[str, ...] = ()
+    by_letter: bool = False
+
+    @property
+    def legal(self) -> tuple[str, ...]:
+        """The answers that the options allow, in their order; none where any word may be said."""
+        return tuple(LETTERS[: len(self.options)]) if self.by_letter else self.options
+
+    def chosen(self, answer: str | None) -> int | None:
+        """Which option an answer names, by its letter or its words; None for anything else."""
+        if answer is None:
+            return None
+        said = normalised(answer)
+        for names in (self.legal, self.options):
+            if said in (found := [normalised(name) for name in names]):
+                return found.index(said)
+        return None
+
+    def is_right(self, answer: str | None) -> bool:
+        """Whether an answer is one of `answers`. Several guesses at once are none of them."""
+        return answer is not None and normalised(answer) in {normalised(right) for right in self.answers}
+
+
+def with_options(text: str, options: Sequence[str], right: int, draw: random.Random) -> Question:
+    """A question whose options have letters, in an order of `draw`."""
+    order = draw.sample(range(len(options)), len(options))
+    shuffled = tuple(options[i] for i in order)
+    return Question(text, (LETTERS[order.index(right)], options[right]), shuffled, by_letter=True)
+
+
+@dataclass(frozen=True)
+class QuestionWords:
+    """What a model is told and taught.
+
+    Attributes:
+        system: the instruction; {answer} stands for what the answer tags hold.
+        thought: what the warm start teaches to think. It depends on nothing, so that no label is taught.
+    """
+
+    system: str
+    thought: str
+
+    def messages(self, question: Question) -> Messages:
+        if question.by_letter:
+            answer = " or ".join(question.legal)
+            shown = [f"{letter}: {option}" for letter, option in zip(question.legal, question.options, strict=True)]
+        elif question.options:
+            answer, shown = "one of the options", [f"Options: {', '.join(question.options)}"]
+        else:
+            answer, shown = "one or two words", []
+        system = f"{self.system} Reply <think>thought</think><answer>ANSWER</answer>, ANSWER is {answer}."
+        return [{"role": "system", "content": system}, {"role": "user", "content": "\n".join([question.text, *shown])}]
+
+    def reply(self, answer: str) -> str:
+        return f"<think>{self.thought}</think><answer>{answer}</answer>"
+
+
+# Reading -----------------------------------------------------------------------------------------------------
+
+
+Fields = Mapping[str, object]
+Reading = Callable[[Fields, random.Random], Question]  # raises InputError, with the column in front
+
+
+def read_questions(
+    name: str, samples: Path, read: Reading, seed: int, records: Iterable[tuple[str, Fields]] | None = None
+) -> list[Question]:
+    """The questions of a file or a hub dataset, each once. `InputError` names the row, the column and the remedy.
+
+    Args:
+        name: as `--dataset` has it.
+        samples: the file that "samples" stands for.
+        records: (where it stands, record), where `name` stands for something else.
+    """
+    found: dict[tuple[str, frozenset[str]], Question] = {}
+    repeated = 0
+    for number, (where, record) in enumerate(_records(name, samples) if records is None else records):
+        try:
+            question = read(record, random.Random(f"{seed} {number}"))
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+        key = (normalised(question.text), frozenset(question.options))
+        if key not in found:
+            found[key] = question
+        elif normalised(found[key].answers[-1]) == normalised(question.answers[-1]):
+            repeated += 1
+        else:
+            one, other = found[key].answers[-1], question.answers[-1]
+            raise InputError(f"{where}: asks again what had the answer {one!r}, now {other!r}; keep one of the two")
+    if not found:
+        raise InputError(f"--dataset {name}: holds no question")
+    if repeated:
+        print(f"{name}: {repeated} questions are there twice and count once", flush=True)
+    return list(found.values())
+
+
+def _records(name: str, samples: Path) -> Iterator[tuple[str, Fields]]:
+    """(where it stands, record) of each question."""
+    path = samples if name == SAMPLES else Path(name).expanduser()
+    path = path if path.exists() else ROOT / path  # of a configuration that is used in another folder
+    if path.suffix not in (".jsonl", ".csv"):
+        yield from _hub_records(name)
+        return
+    try:
+        text = read_text(path, encoding="utf-8-sig")
+        if path.suffix == ".csv":
+            rows = csv.DictReader(text.splitlines(keepends=True), strict=True)
+            numbered = [(rows.line_num, {k: v for k, v in row.items() if k is not None}) for row in rows]
+        else:
+            lines = enumerate(text.split("\n"), start=1)
+            numbered = [(number, json.loads(line)) for number, line in lines if line.strip()]
+    except FileNotFoundError:
+        raise InputError(f"--dataset {name}: no such file") from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"--dataset {name}: byte {error.start} is not UTF-8; save it as UTF-8") from None
+    except (OSError, ValueError, RecursionError, csv.Error) as error:
+        raise InputError(f"--dataset {name}: cannot be read ({' '.join(str(error).split())})") from None
+    for number, record in numbered:
+        if not isinstance(record, dict):
+            raise InputError(f"{path}: line {number}: {str(record)[:40]!r}, expected an object in braces")
+        yield f"{path}: line {number}", record
+
+
+def _hub_records(name: str) -> Iterator[tuple[str, Fields]]:
+    import datasets  # takes two seconds
+
+    path, _, split = name.partition(":")
+    owner_and_name, config = path.split("/")[:2], path.split("/")[2:]
+    try:
+        rows = datasets.load_dataset("/".join(owner_and_name), *config, split=split or "train")
+    except Exception as error:  # of the network, the hub or the dataset's own files: whatever these lead to
+        raise InputError(
+            f"--dataset {name}: neither a .jsonl or .csv file nor a dataset that the hub gives ({first_line(error)}); "
+            "give a file, or leave it out to take the bundled samples"
+        ) from error
+    for number, record in enumerate(rows):
+        yield f"{name}: row {number}", record
+
+
+def text_of(record: Fields, column: str) -> str:
+    """A text that must be there; `InputError` with the column in front."""
+    if column not in record:
+        found = ", ".join(map(str, record))[:100]
+        raise InputError(f"column {column} is missing; found {found}")
+    value = record[column]
+    if not isinstance(value, str) or not value.strip():
+        raise InputError(f"column {column}: {value!r}, expected a text")
+    return value.strip()
+
+
+def held_out(questions: Sequence[Question], share: float, seed: int) -> tuple[list[Question], list[Question]]:
+    """(to train on, to judge on): no free answer is on both sides."""
+    groups: dict[int, list[Question]] = {}
+    group_of: dict[str, int] = {}
+    for number, question in enumerate(questions):
+        keys = () if question.by_letter else {normalised(answer) for answer in question.answers}
+        merged = [question]
+        for old in {group_of[key] for key in keys if key in group_of}:
+            merged = groups.pop(old) + merged
+        groups[number] = merged
+        for member in merged:
+            group_of |= {normalised(answer): number for answer in member.answers}
+    shuffled = list(groups.values())
+    random.Random(seed).shuffle(shuffled)
+    judged: list[Question] = []
+    while shuffled and len(judged) < share * len(questions):
+        judged += shuffled.pop()
+    trained = [question for group in shuffled for question in group]
+    if not trained or not judged:
+        raise InputError(
+            f"--test_share {share:g}: leaves {len(trained)} questions to train on and {len(judged)} to judge on; "
+            "expected some of both"
+        )
+    return trained, judged

@@ -1,0 +1,65 @@
+"""What a completion earns: right, short, in form, and their sum. Pure functions, in TRL's contract.
+
+Axes: P prompts (a question each), A actions (the letters of the options).
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from llm_policy.completions import completion_text, parse_completion
+from tasks.questions.data import Question
+
+CORRECT, SHORT, FORM = 2.0, 0.5, 0.5
+FREE_WORDS, WORDS_TO_ZERO = 3, 10  # an answer of so many words is short; so many more earn nothing
+
+
+def _last_answers(completions: Sequence) -> list[str | None]:
+    return [parse_completion(completion_text(completion)).last_answer for completion in completions]
+
+
+def correct_reward(completions: Sequence, answers: Sequence[Sequence[str]], **_) -> list[float]:
+    """2.0 where the last answer is right, whatever its case, article, punctuation or plural; else 0.0.
+
+    With `answers` ["map"], `<answer>The maps.</answer>` earns 2.0 and `<answer>map or globe</answer>` 0.0.
+    """
+    pairs = zip(_last_answers(completions), answers, strict=True)
+    return [CORRECT * Question("", tuple(right)).is_right(answer) for answer, right in pairs]
+
+
+def short_reward(completions: Sequence, **_) -> list[float]:
+    """0.5 for a last answer of one to three words, 0.05 less for each further word; 0.0 for none, or an empty one.
+
+    `<answer>a grand piano</answer>` earns 0.5, `<answer></answer>` 0.0.
+    """
+    counts = [len((answer or "").split()) for answer in _last_answers(completions)]
+    return [SHORT * max(0.0, 1 - max(0, words - FREE_WORDS) / WORDS_TO_ZERO) if words else 0.0 for words in counts]
+
+
+def soft_format_reward(completions: Sequence, **_) -> list[float]:
+    """0.5 where a thought and then an answer stand in their tags, over as many lines as they like; else 0.0.
+
+    `Well, <think>keys</think><answer>piano</answer>!` earns 0.5, `<answer>piano</answer>` 0.0.
+    """
+    return [FORM * parse_completion(completion_text(completion)).is_loosely_formed for completion in completions]
+
+
+PARTS = (correct_reward, short_reward, soft_format_reward)
+
+
+def question_reward(completions: Sequence, **columns) -> list[float]:
+    """The sum of the three, 0 to 3: what GRPO maximises.
+
+    With `answers` ["map"], `<think>flat</think><answer>a map</answer>` earns 3.0, and with `globe` in it 1.0.
+    """
+    return [sum(parts) for parts in zip(*(part(completions, **columns) for part in PARTS), strict=True)]
+
+
+REWARDS = (question_reward, *PARTS)
+
+
+def legal_rewards(questions: Sequence[Question], weights: Sequence[float]) -> np.ndarray:
+    """What a well-formed completion earns with each of a question's letters, (P, A), under the weights of `REWARDS`."""
+    right_PA = np.array([[question.is_right(letter) for letter in question.legal] for question in questions])
+    parts = [CORRECT * right_PA, np.full(right_PA.shape, SHORT), np.full(right_PA.shape, FORM)]
+    return sum(weight * part for weight, part in zip(weights, [sum(parts), *parts], strict=True))

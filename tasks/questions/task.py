@@ -1,0 +1,153 @@
+"""From questions to a `Task`. A kind of questions adds its words and how its options become questions (`QuestionTask`).
+
+Axes: P prompts (a question each), A actions (the letters of the options).
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+from transformers import PreTrainedTokenizerBase
+from trl import GRPOConfig
+
+from llm_policy.chat import Reader, fit_to_template
+from llm_policy.errors import InputError
+from tasks import Task
+from tasks.linter import Finding, cut_replies, prompt_tokens, same_prompts
+from tasks.questions.data import SAMPLES, Question, QuestionWords, normalised
+from tasks.questions.judge import QuestionJudge
+from tasks.questions.rewards import CORRECT, FORM, REWARDS, SHORT, legal_rewards
+
+REPLIES_TAUGHT = 4  # per prompt, where any word may be an answer
+JUDGED_BETWEEN = 100  # held-out questions in the evaluations between steps
+
+
+@dataclass
+class QuestionArguments:
+    """Options of every task of questions."""
+
+    dataset: str = field(
+        default=SAMPLES, metadata={"help": "samples (bundled), a .jsonl or .csv file, or hub/id[/config][:split]."}
+    )
+    test_dataset: str = field(default="", metadata={"help": "What to judge on. Default: a part held out of --dataset."})
+    test_share: float = field(default=0.25, metadata={"help": "Share of --dataset that is held out to judge on."})
+    test_questions: int = field(default=0, metadata={"help": "Judge on at most so many questions; 0: on all."})
+    split_seed: int | None = field(
+        default=None, metadata={"help": "Seed of the split and of the order of the options. Default: --seed."}
+    )
+
+
+@dataclass(frozen=True)
+class QuestionTask:
+    """A kind of questions: its words, and how its options become questions to train on and to judge on."""
+
+    words: QuestionWords
+    arguments: type
+    questions: Callable[..., tuple[list[Question], list[Question]]]
+
+    def make_task(self, arguments, training: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+        if arguments.split_seed is None:
+            arguments = replace(arguments, split_seed=training.seed)
+        trained, judged = self.questions(arguments)
+        judged = judged[: arguments.test_questions or None]
+        print(f"{len(trained)} questions to train on, {len(judged)} held out to judge on", flush=True)
+        reader = Reader(tokenizer, training.max_completion_length)
+        judge = QuestionJudge(judged, self.words, reader, self._settings(arguments, judged))
+        return question_task(self.words, trained, judge, tokenizer, training)
+
+    def make_judge(self, settings: Mapping, reader: Reader, episodes: int, seed: int) -> QuestionJudge:
+        """The judge of a run by its settings; without any, of the held-out samples."""
+        given = {f.name: settings[f.name] for f in fields(self.arguments) if f.name in settings}
+        try:
+            arguments = TypeAdapter(self.arguments).validate_json(json.dumps(given), strict=True)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise InputError(f"run.json: {first['loc'][0]} {first['input']!r:.80}: {first['msg']}") from error
+        if arguments.split_seed is None:
+            arguments = replace(arguments, split_seed=seed)
+        if arguments.test_dataset:
+            arguments = replace(arguments, dataset=arguments.test_dataset)  # what was trained on need not be there
+        _, judged = self.questions(arguments)
+        judged = judged[: arguments.test_questions or None]
+        known = self._settings(arguments, judged)
+        if settings.get("held_out", known["held_out"]) != known["held_out"]:
+            raise InputError(
+                f"--dataset {arguments.dataset}: has other questions than when the run was judged; put the old file "
+                "back, or judge with --task alone"
+            )
+        return QuestionJudge(judged, self.words, reader, known, seed)
+
+    @staticmethod
+    def _settings(arguments, judged: Sequence[Question]) -> dict:
+        """The options, and a checksum of the questions that are judged."""
+        content = json.dumps([asdict(question) for question in judged])
+        return asdict(arguments) | {"held_out": hashlib.sha256(content.encode()).hexdigest()[:16]}
+
+
+def question_task(
+    words: QuestionWords,
+    questions: Sequence[Question],
+    judge: QuestionJudge,
+    tokenizer: PreTrainedTokenizerBase,
+    training: GRPOConfig,
+) -> Task:
+    """The task of answering `questions`."""
+    rows = [
+        {
+            "prompt": fit_to_template(words.messages(question), tokenizer),
+            "answers": list(question.answers),
+            "row": row,
+        }
+        for row, question in enumerate(questions)
+    ]
+    pool = sorted({question.answers[0] for question in questions})
+    draw = random.Random(training.seed)
+    lessons = [
+        (
+            words.messages(question),
+            [words.reply(a) for a in question.legal or draw.sample(pool, min(REPLIES_TAUGHT, len(pool)))],
+        )
+        for question in questions
+    ]
+    legal = {normalised(option) for question in questions for option in question.legal}  # of one question or another
+    letters = questions[0].legal if all(q.by_letter and q.legal == questions[0].legal for q in questions) else ()
+
+    def action_rewards(rows: list[dict], weights: Sequence[float]) -> np.ndarray:
+        return legal_rewards([questions[row["row"]] for row in rows], weights)
+
+    def reward_lines(weights: Sequence[float]) -> dict[str, float]:
+        whole, correct = weights[0], weights[0] + weights[1]
+        right = correct * CORRECT
+        form = (whole + weights[2]) * SHORT + (whole + weights[3]) * FORM
+        by_chance = np.mean([1 / len(q.options) if q.options else 0.0 for q in questions])
+        return {"reward/random option": form + right * float(by_chance), "reward/all right": form + right}
+
+    def findings(context_tokens: int) -> list[Finding]:
+        prompts = [row["prompt"] for row in rows]
+        replies = [reply for _, taught in lessons for reply in taught]
+        found = [
+            *same_prompts([q.text for q in questions], prompts, tokenizer, "questions"),
+            *prompt_tokens(prompts, tokenizer, context_tokens, training.max_completion_length),
+            *cut_replies(replies, tokenizer, training.max_completion_length),
+        ]
+        found = [replace(finding, source=judge.settings["dataset"]) for finding in found]
+        return sorted(found, key=lambda finding: not finding.is_error)
+
+    return Task(
+        rows=rows,
+        reward_functions=list(REWARDS),
+        judge=judge,
+        judge_between=replace(judge, questions=judge.questions[:JUDGED_BETWEEN]),
+        is_answer=lambda answer: normalised(answer) in legal if legal else bool(answer.strip()),
+        actions=letters,
+        action_rewards=action_rewards if letters else None,
+        lessons=lessons,
+        guess=lambda row: words.reply((questions[row["row"]].legal or pool)[0]),
+        reward_lines=reward_lines,
+        shown={"policy/accuracy": "held-out accuracy", "rewards/correct_reward/mean": "correct"},
+        lint=findings,
+    )
