@@ -57,7 +57,10 @@ fi
 command+=(--resume_from_checkpoint auto "$@")
 echo "$(date -Is) $(hostname) job ${SLURM_JOB_ID:-none}, commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
 "$python" -c 'import torch, transformers, trl, peft
-print(*(f"{m.__name__} {m.__version__}" for m in (torch, transformers, trl, peft)), f"cuda {torch.version.cuda}")'
+print(*(f"{m.__name__} {m.__version__}" for m in (torch, transformers, trl, peft)), f"cuda {torch.version.cuda}")' &
+versions=$! # behind, where Ctrl-C does not reach it
+trap 'kill "$versions" 2>/dev/null || true; echo interrupted >&2; exit 75' INT TERM
+wait "$versions"
 printf '%q ' "${command[@]}"
 echo
 

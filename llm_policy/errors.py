@@ -1,18 +1,15 @@
 """One kind of error for what a user gave: a line with the file, the value and the remedy, and exit code 2."""
 
-import errno
-import io
-import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-EXIT_INPUT_ERROR = 2
+from llm_policy.startup import EXIT_INPUT_ERROR, EXIT_INTERRUPTED, OutputError, guard_streams, usual_signals
+
 OPTION_ERRORS = (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
-EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 # What a disk that refuses says, through torch and safetensors, too
 DISK_WORDS = (
     "No space left", "Disk quota exceeded", "Read-only file system", "PytorchStreamWriter failed writing",
@@ -77,21 +74,21 @@ def run_script(main: Callable[[], int | None]) -> None:
     Ctrl-C where nothing else takes it is one line and `EXIT_INTERRUPTED`; so is standard output that takes no more
     (`| head`, a full disk), with code 2.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a letter of a path
+    guard_streams()
+    code: int | str | None
     try:
-        code = main()
+        usual_signals()
+        try:
+            code = main()
+        except SystemExit as leaving:  # of --help, say, which has printed
+            code = leaving.code
         sys.stdout.flush()
-    except InputError as error:
+    except (InputError, OutputError) as error:
         print(f"error: {error}", file=sys.stderr)
         code = EXIT_INPUT_ERROR
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC) or error.filename is not None:
-            raise
-        print(f"error: standard output takes no more ({error.strerror})", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left in the buffer goes nowhere
-        code = EXIT_INPUT_ERROR
+    with suppress(OutputError):
+        sys.stdout.flush()
     sys.exit(code)

@@ -52,7 +52,7 @@ def _is_plain(value) -> bool:
 def write_whole(path: Path, text: str) -> None:
     """Write a file of which no half is ever seen, whenever we are killed."""
     partial = path.with_suffix(".partial")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 
@@ -105,7 +105,7 @@ def check_output_dir(output_dir: Path, resumes: bool, own: Collection[str] = ())
 def finished_text(output_dir: Path) -> str:
     """What a finished run printed at its end; `InputError` where that is gone."""
     try:
-        return f"{output_dir} holds a finished run:\n{(output_dir / RESULT_FILE).read_text()}"
+        return f"{output_dir} holds a finished run:\n{(output_dir / RESULT_FILE).read_text(encoding='utf-8')}"
     except (OSError, ValueError) as error:
         remedy = f"delete {EVALUATION_FILE} there to judge it again"
         raise InputError(f"{output_dir / RESULT_FILE}: cannot be read ({error}); {remedy}") from error

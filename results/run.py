@@ -28,6 +28,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from llm_policy.startup import prepare
+
+prepare(__name__)
+
 from llm_policy.command_line import EXIT_CODES, parse_arguments, take_config
 from llm_policy.errors import InputError, check_choices, run_script
 

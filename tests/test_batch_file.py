@@ -14,7 +14,10 @@ from llm_policy.models import ROOT
 
 # Runs until a signal comes and leaves as train_script.py does
 PYTHON = """#!/usr/bin/env bash
-if [[ $1 == -c ]]; then exit 0; fi
+if [[ $1 == -c ]]; then
+  if [[ -n "${SLOW:-}" ]]; then touch importing; exec sleep 20; fi
+  exit 0
+fi
 trap 'exit 75' USR1 TERM
 echo "$@" >arguments.partial && mv arguments.partial arguments
 for _ in {1..200}; do sleep 0.05; done
@@ -35,7 +38,7 @@ def batch_job(folder: Path, *arguments: str, **environment: str) -> subprocess.P
     return subprocess.Popen(
         ["bash", folder / "train_script.sh", *arguments],
         env=inherited | {"PATH": f"{folder}:{os.environ['PATH']}"} | environment,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         # As from a terminal: where the tests run in the background, Ctrl-C is ignored, and bash cannot trap that
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
@@ -144,3 +147,15 @@ def test_without_slurm_the_seed_is_still_refused(tmp_path):
 
 def test_control_c_waits_for_the_checkpoint(tmp_path):
     local_job(tmp_path, leave_with=signal.SIGINT)
+
+
+def test_control_c_while_the_versions_are_being_imported(tmp_path):
+    """To the whole group, as from a terminal."""
+    job = batch_job(tmp_path, SLOW="1")
+    while not (tmp_path / "importing").exists():
+        time.sleep(0.05)
+    time.sleep(0.2)
+    os.killpg(job.pid, signal.SIGINT)
+    printed, _ = job.communicate(timeout=10)
+    assert (job.returncode, printed.splitlines()[-1]) == (75, "interrupted")
+    assert not (tmp_path / "arguments").exists()

@@ -1,8 +1,10 @@
 """How a script ends: its code, and one line at most for what a user gave or did."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -46,6 +48,47 @@ def test_errors_of_our_own_keep_their_traceback():
 
 
 PRINTS = "from llm_policy.errors import run_script; run_script(lambda: print('\\u2500 \\u00e9 ' * 100000))"
+
+
+ON_A_DISK = (
+    "from llm_policy.errors import disk_errors, run_script; run_script(disk_errors('free space')(lambda: print(1)))"
+)
+HELP = "from llm_policy.errors import run_script; run_script(lambda: (print(1), exit(0)))"
+INPUT_ERROR = "from llm_policy import errors; errors.run_script(lambda: errors.check_choices(errors, {'sys': ()}))"
+ANNOUNCED = "from llm_policy.startup import announce; announce('__main__', 'all'); "
+TROUBLES = [
+    # program, redirection, code, what standard error says
+    (ON_A_DISK, ">/dev/full", 2, "error: standard output takes no more (No space left on device)\n"),
+    (HELP, ">/dev/full", 2, "error: standard output takes no more (No space left on device)\n"),
+    (PRINTS, ">&-", 2, "error: standard output is closed; send it to a file, or to /dev/null\n"),
+    (ANNOUNCED, ">&-", 2, "error: standard output is closed; send it to a file, or to /dev/null\n"),
+    (ANNOUNCED + PRINTS, "2>&-", 0, ""),
+    (ANNOUNCED + PRINTS, "2>/dev/full", 0, ""),
+    (ANNOUNCED + INPUT_ERROR, "2>/dev/full", 2, ""),
+    (ANNOUNCED + INPUT_ERROR, ">/dev/full 2>&1", 2, ""),
+]
+
+
+@pytest.mark.parametrize(("program", "redirection", "code", "line"), TROUBLES)
+def test_streams_that_are_closed_or_full(program, redirection, code, line):
+    call = ["bash", "-c", f'"$0" -c "$1" {redirection}', sys.executable, program]
+    found = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (code, line)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_while_a_script_is_being_imported(number):
+    """A package may take a KeyboardInterrupt for its own failure."""
+    program = "import time\ntry: time.sleep(20)\nexcept BaseException: print('swallowed')"
+    child = subprocess.Popen(
+        [sys.executable, "-c", ANNOUNCED + "\n" + program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert child.stderr.readline() == "-c: loading all ...\n"
+    time.sleep(0.1)
+    child.send_signal(number)
+    assert child.communicate(timeout=10) == ("", "interrupted\n")
+    assert child.returncode == 75
 
 
 @pytest.mark.parametrize("output", ["closed", "/dev/full"])

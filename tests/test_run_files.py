@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +94,7 @@ def test_no_half_of_a_file_is_seen(tmp_path, monkeypatch):
     class Killed(Exception):
         pass
 
-    def killed(path, text):
+    def killed(path, text, **_):
         os.write(os.open(path, os.O_CREAT | os.O_WRONLY), text[:2].encode())
         raise Killed
 
@@ -101,6 +102,15 @@ def test_no_half_of_a_file_is_seen(tmp_path, monkeypatch):
     with pytest.raises(Killed):
         write_whole(file, "third")
     assert file.read_text() == "second"
+
+
+def test_a_file_is_utf_8_whatever_the_terminal_is(tmp_path):
+    environment = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    program = (
+        "import sys, pathlib, llm_policy.run_files as r; r.write_whole(pathlib.Path(sys.argv[1]), '\\u2500 \\xe9')"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path / "file"], cwd=ROOT, env=environment, check=True)
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "\u2500 \xe9"
 
 
 def test_a_run_says_what_it_is_and_a_resumed_one_keeps_it(tmp_path, monkeypatch):
