@@ -109,9 +109,6 @@ class ScriptArguments:
             raise InputError(
                 f'--env_options {self.env_options!r}: expected a JSON object such as {{"map_name": "8x8"}}'
             )
-        for name, value in self.options.items():
-            if isinstance(value, str) and value.lower() in ("true", "false"):  # any text would count as true
-                raise InputError(f"--env_options: {name} is the text {value!r}; leave the quotes out: {value.lower()}")
         check_choices(self, {"resume": RESUMES})
 
 

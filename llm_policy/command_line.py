@@ -131,7 +131,7 @@ def take_config(argv: list[str], default_config: Path | None) -> tuple[list[str]
         config = value if equals else next(arguments, "")
         if not config:
             raise InputError("--config: expected the path of a YAML file after it")
-    check_texts({"config": config})
+    check_texts({"config": config} if config else {})
     return rest, config
 
 

@@ -16,13 +16,17 @@ LONGEST_NAME = 255  # bytes, of one file or folder
 
 
 def check_texts(values: Mapping) -> None:
-    """`InputError` for an option that holds a zero byte, or names a file as no disk can."""
+    """`InputError` for an option that holds a zero byte or what is no UTF-8, or names a file as no disk can."""
     for name, value in values.items():
         for text in value if isinstance(value, list) else [value]:
             if not isinstance(text, str):
                 continue
             if "\0" in text:
                 raise InputError(f"--{name} {text!r}: holds a zero byte")
+            if not text.isascii() and text.encode(errors="ignore").decode() != text:  # no JSON and no URL takes it
+                raise InputError(f"--{name} {text!r}: holds a byte that is no UTF-8")
+            if PATHS.search(name) and not text:
+                raise InputError(f"--{name} '': names nothing; leave the option out for its default")
             longest = max(len(part.encode(errors="replace")) for part in text.split("/"))
             if PATHS.search(name) and longest > LONGEST_NAME:
                 raise InputError(f"--{name} {text[:20]}...: a name of {longest} bytes, at most {LONGEST_NAME} are one")

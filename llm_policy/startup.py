@@ -9,10 +9,15 @@ import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 EXIT_INPUT_ERROR = 2
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
-SIGNALS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGUSR1: signal.SIG_DFL}
+SIGNALS: dict[int, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGUSR1: signal.SIG_DFL,
+}
 
 
 class OutputError(Exception):
@@ -90,7 +95,7 @@ class _Buffer(io.BufferedWriter):
 
 
 def _guarded(number: int, stream: io.TextIOWrapper | None) -> io.TextIOWrapper:
-    options = {"encoding": "utf-8"}
+    options: dict[str, Any] = {"encoding": "utf-8"}
     if stream is not None:
         stream.flush()
         options = {name: getattr(stream, name) for name in ("encoding", "line_buffering", "write_through")}

@@ -6,6 +6,7 @@ import sys
 import pytest
 from stub_endpoint import stub_endpoint
 
+import llm_policy.policy_search.endpoint
 from llm_policy.errors import InputError
 from llm_policy.policy_search.answer_log import AnswerLog
 from llm_policy.policy_search.endpoint import KEY_VARIABLE, EndpointProposer
@@ -119,6 +120,12 @@ def test_a_server_that_drips_for_ever():
         endpoint(server.base_url, retries=0, timeout_seconds=0.5).propose(request())
 
 
+def test_a_body_without_end_is_cut(monkeypatch):
+    monkeypatch.setattr(llm_policy.policy_search.endpoint, "LARGEST_REPLY", 20)
+    with stub_endpoint(0.01) as server, pytest.raises(InputError, match="answers, but with no chat completion"):
+        endpoint(server.base_url, retries=0, timeout_seconds=5).propose(request())
+
+
 @pytest.mark.parametrize("content", [None, ""])
 def test_an_empty_answer_is_told_and_counted(content, tmp_path):
     with stub_endpoint(content, GOOD) as server:
@@ -143,6 +150,10 @@ def test_the_history_survives_an_endpoint_that_goes_down(tmp_path):
 BAD_URLS = [
     ("127.0.0.1:8000", "expected a URL such as"),
     ("ftp://127.0.0.1/v1", "expected a URL such as"),
+    ("http://[::1", "^--base_url: ValueError: Invalid IPv6 URL$"),
+    ("http://127.0.0.1:x/v1", "^--base_url: InvalidURL: Invalid port"),
+    ("http://127.0.0.1\t/v1", "^--base_url: InvalidURL: Invalid non-printable"),
+    ("http://☃.x/v1", "^--base_url: InvalidURL: Invalid IDNA hostname"),
     (f"http://user:{KEY}@127.0.0.1/v1", "holds a user, password or query"),
     (f"http://127.0.0.1/v1?key={KEY}", "holds a user, password or query"),
 ]
@@ -153,6 +164,18 @@ def test_bad_urls(url, message):
     with pytest.raises(InputError, match=message) as error:
         endpoint(url)
     assert KEY not in str(error.value)
+
+
+@pytest.mark.parametrize("host", ["...", "a" * 300])
+def test_hosts_that_cannot_be_looked_up(host):
+    with pytest.raises(InputError, match=f"^endpoint http://{host}/v1: .*; the history is kept"):
+        endpoint(f"http://{host}/v1", retries=0).propose(request())
+
+
+def test_a_key_that_no_header_takes(monkeypatch):
+    monkeypatch.setenv(KEY_VARIABLE, "k\xe9")
+    with pytest.raises(InputError, match="^OPENAI_API_KEY: holds a character that no HTTP header takes; set it again$"):
+        endpoint("http://127.0.0.1:9/v1")
 
 
 def test_without_a_key(monkeypatch):

@@ -262,7 +262,24 @@ def test_another_runs_log_is_refused(changes, whole_log, tmp_path):
         search(LAKE, Scripted(*TEXTS), settings(**changes), log=AnswerLog(tmp_path / "answers.jsonl"))
 
 
-@pytest.mark.parametrize("text", ["{}\n", "[]\n", '{"kind": "rollout"}\n', "not json\n", '{"kind": "poem"}\n', "\n"])
+ROLLOUT = {"kind": "rollout", "iteration": 0, "parameters": [1], "returns": [0.5]}
+REPLY = {
+    "kind": "answer", "iteration": 1, "attempt": 0, "prompt": [], "answer": "", "error": None, "parameters": None,
+    "tokens_in": 0, "tokens_out": 0, "seconds": 0.5,
+}  # fmt: skip
+DAMAGED = [
+    *({**ROLLOUT, **change} for change in ({"returns": "x"}, {"returns": []}, {"iteration": [1]})),
+    *({**REPLY, **change} for change in ({"seconds": "x"}, {"answer": 5}, {"answer": None}, {"seconds": float("nan")})),
+]
+NO_LOGS = ["{}", "[]", '{"kind": "rollout"}', "not json", '{"kind": "poem"}', "", *map(json.dumps, DAMAGED)]
+
+
+def test_a_log_of_these_records_is_whole(tmp_path):
+    (tmp_path / "answers.jsonl").write_text(f"{json.dumps(ROLLOUT)}\n{json.dumps(REPLY)}\n")
+    assert AnswerLog(tmp_path / "answers.jsonl").answers == [REPLY]
+
+
+@pytest.mark.parametrize("text", [f"{text}\n" for text in NO_LOGS])
 def test_a_damaged_log_is_named(text, tmp_path):
     (tmp_path / "answers.jsonl").write_text(text)
     with pytest.raises(InputError, match=r"answers.jsonl: line 1 is no record"):

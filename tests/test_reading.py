@@ -101,6 +101,8 @@ def test_a_map_whose_solution_exceeds_memory(tmp_path):
     [
         ("output_dir", "runs/a\0b", r"--output_dir 'runs/a\x00b': holds a zero byte"),
         ("env_id", "\0", r"--env_id '\x00': holds a zero byte"),
+        ("model_name", "a\udcff", r"--model_name 'a\udcff': holds a byte that is no UTF-8"),
+        ("map", "", "--map '': names nothing; leave the option out for its default"),
         ("output_dir", f"runs/{'x' * 256}/a", "--output_dir runs/xxxxxxxxxxxxxxx...: a name of 256 bytes, at most 255"),
         (
             "policies",
@@ -117,3 +119,4 @@ def test_names_that_no_disk_holds(name, text, line):
 
 def test_names_that_a_disk_holds_and_long_texts_that_are_none():
     check_texts({"output_dir": "x" * 255, "env_options": "x" * 1000, "policies": ["a/" * 500], "map": None, "seed": 3})
+    check_texts({"env_id": "é ☃", "answer_prefix": ""})

@@ -32,7 +32,14 @@ from tqdm import tqdm
 from llm_policy.command_line import parse_arguments
 from llm_policy.environments.frozen_lake import FrozenLake, random_grids, read_grid
 from llm_policy.environments.gym_env import Transition, steps
-from llm_policy.environments.mdp import greedy_policy, optimal_actions, optimal_q, optimal_return, policy_return
+from llm_policy.environments.mdp import (
+    LARGEST_REWARD,
+    greedy_policy,
+    optimal_actions,
+    optimal_q,
+    optimal_return,
+    policy_return,
+)
 from llm_policy.environments.table_environment import TableEnvironment
 from llm_policy.environments.toy_text import ENVIRONMENTS
 from llm_policy.errors import InputError, check_choices, run_script, writing
@@ -293,8 +300,7 @@ def read_expert_csv(path: str | Path, kind: type[TableEnvironment] = FrozenLake,
     actions_N = np.array(convert("action", lambda text: _action_index(text, actions)))
     names = q_columns(actions)
     q_NA = np.stack([pd.to_numeric(pd.Series(columns[name]), errors="coerce") for name in names], axis=1)
-    # 1e100: beyond it means and differences of Q-values overflow
-    unusable_NA = ~(np.abs(q_NA) < 1e100)
+    unusable_NA = ~(np.abs(q_NA) < LARGEST_REWARD)
     if unusable_NA.any():
         row, action = np.argwhere(unusable_NA)[0]
         raise fail(row, names[action], f"{columns[names[action]][row]!r}, expected a finite number")

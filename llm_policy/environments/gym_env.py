@@ -3,6 +3,8 @@
 Judges, the expert's episodes, policy search and policy gradients all play through `steps`.
 """
 
+import inspect
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -10,9 +12,11 @@ from typing import Any, NamedTuple
 
 import gymnasium
 import numpy as np
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from gymnasium.spaces import Discrete
 from gymnasium.wrappers import TimeLimit
 
+from llm_policy.environments.frozen_lake import check_grid
 from llm_policy.environments.mdp import MDP, mdp_from_env
 from llm_policy.errors import InputError
 
@@ -55,6 +59,7 @@ def make_gym_environment(
     try:
         env = gymnasium.make(env_id, max_episode_steps=horizon_steps, disable_env_checker=True, **options)
         is_discrete = isinstance(env.observation_space, Discrete) and isinstance(env.action_space, Discrete)
+        _check_options(env, options)
         if is_discrete and hasattr(env.unwrapped, "P"):
             mdp = mdp_from_env(env)
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
@@ -73,6 +78,19 @@ def make_gym_environment(
         horizon_steps = DEFAULT_HORIZON_STEPS
         env = TimeLimit(env, horizon_steps)
     return GymEnvironment(spec.id, env, horizon_steps, mdp, options)
+
+
+def _check_options(env: gymnasium.Env, options: Mapping[str, Any]) -> None:
+    """`InputError` for options that Gymnasium takes and that mean nothing.
+
+    Any value counts as true or false, and a lake needs no goal.
+    """
+    defaults = inspect.signature(type(env.unwrapped)).parameters
+    for name, value in options.items():
+        if name in defaults and isinstance(defaults[name].default, bool) and not isinstance(value, bool):
+            raise InputError(f"--env_options: {name} {json.dumps(value)}: expected true or false")
+    if isinstance(env.unwrapped, FrozenLakeEnv):
+        check_grid([b"".join(row).decode() for row in env.unwrapped.desc], "--env_options: desc")
 
 
 def _name(env: gymnasium.Env) -> str:

@@ -13,6 +13,7 @@ from llm_policy.errors import InputError
 
 # One chunk of maps holds about this many outcomes: its arrays then stay in a core's cache from sweep to sweep.
 MOST_STATES = 4096  # values without a limit come from a dense matrix of states x states
+LARGEST_REWARD = 1e100  # beyond it means and differences overflow
 CHUNK_OUTCOMES = 60_000
 FIRST_SWEEPS = 64
 # Rounding of probabilities such as 1/3 must not look like a chance that the episode ends.
@@ -93,8 +94,10 @@ def mdp_from_env(env) -> MDP:
     for what, total in sums.items():
         if not abs(total - 1.0) < 1e-6:
             raise InputError(f"environment {name}: its {what} has probabilities that sum to {total:g}, expected 1")
-    if not np.isfinite(rewards_SA).all():
-        raise InputError(f"environment {name}: its table has a reward that is no number")
+    if not (probabilities_SAK >= 0).all():
+        raise InputError(f"environment {name}: its table has the probability {probabilities_SAK.min():g}")
+    if not (np.abs(rewards_SA) <= LARGEST_REWARD).all():
+        raise InputError(f"environment {name}: its table has a reward that is no number, or above {LARGEST_REWARD:g}")
     return MDP(next_states_SAK, probabilities_SAK, rewards_SA, start_S, terminal_S)
 
 

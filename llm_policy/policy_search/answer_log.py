@@ -2,6 +2,9 @@
 
 import json
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt
 
 from llm_policy.errors import InputError, writing
 from llm_policy.reading import read_text
@@ -49,10 +52,27 @@ class AnswerLog:
             self._rollouts[record["iteration"]] = record
 
 
-_RECORD_KEYS = {
-    "answer": {"iteration", "attempt", "prompt", "answer", "error", "parameters", "tokens_in", "tokens_out", "seconds"},
-    "rollout": {"iteration", "parameters", "returns"},
-}
+class _Record(BaseModel, strict=True):
+    iteration: int
+
+
+class _Answer(_Record):
+    attempt: NonNegativeInt
+    prompt: list[dict[str, str]]
+    answer: str
+    error: str | None
+    parameters: list[FiniteFloat] | None
+    tokens_in: NonNegativeInt
+    tokens_out: NonNegativeInt
+    seconds: Annotated[FiniteFloat, Field(ge=0)]
+
+
+class _Rollout(_Record):
+    parameters: list[FiniteFloat]
+    returns: Annotated[list[FiniteFloat], Field(min_length=1)]
+
+
+_KINDS = {"answer": _Answer, "rollout": _Rollout}
 
 
 def read_log(path: str | Path) -> list[dict]:
@@ -65,11 +85,11 @@ def read_log(path: str | Path) -> list[dict]:
     for number, line in enumerate(lines[:-1], start=1):  # after the last line break: nothing, or half a record
         try:
             record = json.loads(line)
-            is_record = _RECORD_KEYS[record["kind"]] <= set(record)
-        except (ValueError, KeyError, TypeError):
-            is_record = False
-        if not is_record:
-            raise InputError(f"{path}: line {number} is no record of an answer or a rollout; expected an answers.jsonl")
+            _KINDS[record["kind"]].model_validate(record)
+        except (ValueError, KeyError, TypeError) as error:
+            raise InputError(
+                f"{path}: line {number} is no record of an answer or a rollout; expected an answers.jsonl"
+            ) from error
         records.append(record)
     return records
 

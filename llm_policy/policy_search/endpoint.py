@@ -9,12 +9,13 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
-from llm_policy.errors import InputError
+from llm_policy.errors import InputError, library_errors
 from llm_policy.policy_search.search import Answer, Request, seed_of
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 KEPT = "; the history is kept and the same command resumes"
 LONGEST_PAUSE_SECONDS = 8  # of openai's client between two tries
+LARGEST_REPLY = 10_000_000  # bytes
 
 
 class Message(BaseModel):
@@ -36,6 +37,21 @@ class ChatCompletion(BaseModel):
 
     choices: Annotated[list[Choice], Field(min_length=1)]
     usage: Usage | None = None
+
+
+def _cut_at_the_largest(response) -> None:
+    """A hook of the HTTP client: a body without end is cut, and then it is no chat completion."""
+    whole = response.iter_bytes
+
+    def iter_bytes(*arguments):
+        size = 0
+        for part in whole(*arguments):
+            size += len(part)
+            if size > LARGEST_REPLY:
+                return
+            yield part
+
+    response.iter_bytes = iter_bytes
 
 
 class EndpointProposer:
@@ -66,8 +82,11 @@ class EndpointProposer:
         self._openai = openai
         self.base_url = base_url
         self._key = os.environ.get(KEY_VARIABLE, "").strip()
+        if not (self._key.isascii() and self._key.isprintable()):
+            raise InputError(f"{KEY_VARIABLE}: holds a character that no HTTP header takes; set it again")
         if base_url is not None:
-            parts = urlsplit(base_url)
+            with library_errors("--base_url", (ValueError,)):
+                parts = urlsplit(base_url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise InputError("--base_url: expected a URL such as http://127.0.0.1:8000/v1")
             if parts.username or parts.password or parts.query:  # without the value: this is what must not be logged
@@ -76,9 +95,11 @@ class EndpointProposer:
             raise InputError(f"--proposer endpoint: set {KEY_VARIABLE} in the environment, or give --base_url")
         self.model_name, self.max_completion_tokens, self.temperature = model_name, max_completion_tokens, temperature
         self.seed, self.retries, self.timeout_seconds = seed, retries, timeout_seconds
-        self._client = openai.OpenAI(
-            api_key=self._key or "none", base_url=base_url, max_retries=retries, timeout=timeout_seconds
-        )
+        with library_errors("--base_url", (Exception,)):  # of an HTTP library that openai may change
+            self._client = openai.OpenAI(
+                api_key=self._key or "none", base_url=base_url, max_retries=retries, timeout=timeout_seconds,
+                http_client=openai.DefaultHttpxClient(event_hooks={"response": [_cut_at_the_largest]}),
+            )  # fmt: skip
 
     def propose(self, request: Request) -> Answer:
         began = time.perf_counter()
@@ -91,7 +112,9 @@ class EndpointProposer:
                 # OpenAI's own API takes 64 bits, other servers hand it to torch or numpy: 31 suit all
                 seed=seed_of(self.seed, "sampling", request.iteration, request.attempt) % 2**31,
             )
-        except self._openai.OpenAIError as error:
+        except InputError:
+            raise
+        except Exception as error:  # also of what openai stands on: a host's name that cannot be encoded
             raise self._input_error(error) from error
         try:
             completion = ChatCompletion.model_validate_json(reply)
