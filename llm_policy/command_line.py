@@ -16,7 +16,7 @@ from typing import Union, get_args, get_origin, get_type_hints
 from trl import TrlParser
 
 from llm_policy.errors import InputError
-from llm_policy.ranges import check_mappings, check_ranges
+from llm_policy.ranges import check_mappings, check_products, check_ranges
 from llm_policy.reading import check_texts, read_yaml
 from llm_policy.run_files import ROOT
 
@@ -106,6 +106,7 @@ def parse_arguments(
         raise InputError(f"unknown arguments: {' '.join(unknown)}{suggestion(unknown[0], names)}; see --help")
     check_texts(vars(found))
     check_ranges(vars(found), groups)
+    check_products(vars(found))
     try:
         parsed = list(parser.parse_args_into_dataclasses(argv, look_for_args_file=False))
     except (ValueError, TypeError, OSError, ImportError, LookupError) as error:  # of a dataclass that checks its values

@@ -31,8 +31,9 @@ TABLE = {
     "[2, 100000]": "group",
     "[1, 65535]": "vllm_server_port vllm_group_port",
     "[0, 100000]": """
-        random_maps test_maps test_questions samples_per_state dataloader_num_workers top_k warm_up retries
+        random_maps test_maps test_questions dataloader_num_workers top_k warm_up retries
         endpoint_retries history_best history_recent""",
+    "[0, 10000]": "samples_per_state",
     "[0, 4294967295]": "seed seeds data_seed test_map_seed split_seed",  # numpy's seeds
     "[0, 1000000000]": "evaluate_steps warmup_steps eval_delay",
     "[-1, 1000000000]": "max_steps local_rank",
@@ -57,6 +58,17 @@ TABLE = {
     "[-1000, 1000]": "reward_weights",
     "[-1000000000, 1000000000]": "optimum_hint",
 }
+# Each of these may be large, and all of them together take days or tens of gigabytes
+PRODUCTS = {
+    ("batches", "episodes_per_batch", "horizon_steps"): (100_000_000, "rows"),
+    ("batches", "q_learning_steps"): (10_000_000_000, "steps of learners"),
+    ("random_maps", "map_size", "map_size"): (1_000_000, "cells"),
+    ("iterations", "episodes"): (10_000_000, "episodes"),
+    ("warm_up", "episodes"): (10_000_000, "episodes"),
+    ("episodes", "horizon_steps"): (1_000_000_000, "steps"),
+    ("judge_episodes", "horizon_steps"): (1_000_000_000, "steps"),
+}
+HORIZON_STEPS = 100  # where none is given; most environments have this or twice as much
 
 
 @dataclass(frozen=True)
@@ -116,6 +128,17 @@ def check_ranges(values: Mapping, groups: Iterable[type]) -> None:
             value = values.get(name)
             for number in value if isinstance(value, list) else [value]:
                 check_number(f"--{name}", number, kind, allowed)
+
+
+def check_products(values: Mapping) -> None:
+    """`InputError` for options of one script that are in their ranges and whose product exceeds that in `PRODUCTS`."""
+    known = {name: value for name, value in values.items() if isinstance(value, int)}
+    if "horizon_steps" in values:
+        known.setdefault("horizon_steps", HORIZON_STEPS)
+    for names, (most, unit) in PRODUCTS.items():
+        if known.keys() >= set(names) and (product := math.prod(known[name] for name in names)) > most:
+            named = " x ".join(f"--{name} {known[name]}" for name in names)
+            raise InputError(f"{named}: {product:.3g} {unit}, expected at most {most:.3g}")
 
 
 def check_mappings(values: Mapping) -> None:

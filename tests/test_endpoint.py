@@ -168,13 +168,15 @@ def test_bad_urls(url, message):
 
 @pytest.mark.parametrize("host", ["...", "a" * 300])
 def test_hosts_that_cannot_be_looked_up(host):
-    with pytest.raises(InputError, match=f"^endpoint http://{host}/v1: .*; the history is kept"):
+    with pytest.raises(InputError, match=rf"^endpoint http://{host}/v1: .*; the history is kept"):
         endpoint(f"http://{host}/v1", retries=0).propose(request())
 
 
 def test_a_key_that_no_header_takes(monkeypatch):
     monkeypatch.setenv(KEY_VARIABLE, "k\xe9")
-    with pytest.raises(InputError, match="^OPENAI_API_KEY: holds a character that no HTTP header takes; set it again$"):
+    with pytest.raises(
+        InputError, match=r"^OPENAI_API_KEY: holds a character that no HTTP header takes; set it again$"
+    ):
         endpoint("http://127.0.0.1:9/v1")
 
 

@@ -1,6 +1,7 @@
 """The expert's CSV: made bit for bit, read in every form, and refused with one line where it is wrong."""
 
 import csv
+import os
 import subprocess
 import sys
 import warnings
@@ -167,6 +168,43 @@ def test_existing_file_is_left_alone(tmp_path):
     with pytest.raises(InputError, match="is the map itself"):
         main(["--map", str(path), "--output", str(path), "--overwrite", "true"])
     assert path.read_text() == "SG\n"
+    path.write_text("seed: 1\n")
+    with pytest.raises(InputError, match="is the configuration itself"):
+        main(["--config", str(path), "--output", str(path), "--overwrite", "true"])
+    path.write_text("SG\n")
+    (tmp_path / "hard").hardlink_to(path)
+    with pytest.raises(InputError, match="is the map itself"):
+        main(["--map", str(path), "--output", str(tmp_path / "hard"), "--overwrite", "true"])
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "folder"])
+def test_what_is_no_regular_file_is_left_alone(kind, tmp_path):
+    path, other = tmp_path / "a.csv", tmp_path / "other.csv"
+    if "link" in kind:
+        path.symlink_to(other)
+    if kind == "link":
+        other.write_text("mine")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    before = sorted(tmp_path.iterdir())
+    for flags in ([], ["--overwrite", "true"]):
+        with pytest.raises(InputError, match=r"a\.csv: is no regular file and is left as it is"):
+            main(["--rows", "states", "--output", str(path), *flags])
+    assert sorted(tmp_path.iterdir()) == before
+    assert kind != "link" or (path.is_symlink() and other.read_text() == "mine")
+
+
+def test_no_file_of_others_stands_in_the_way(tmp_path):
+    """A name may be as long as a disk takes, and what is unfinished has a name of its own."""
+    (tmp_path / "a.csv.unfinished").write_text("mine")
+    (tmp_path / "b.csv.unfinished").mkdir()
+    for name in ("a.csv", "b.csv", f"{'c' * 251}.csv"):
+        main(["--rows", "states", "--output", str(tmp_path / name)])
+        assert len(read_expert_csv(tmp_path / name)) == 11
+    assert (tmp_path / "a.csv.unfinished").read_text() == "mine"
+    assert len(list(tmp_path.iterdir())) == 5
 
 
 @pytest.mark.parametrize(
@@ -180,6 +218,9 @@ def test_existing_file_is_left_alone(tmp_path):
         ["--noise", "-0.1"],
         ["--noise", "nan"],
         ["--wrong_states", "1.1"],
+        ["--batches", "100000", "--episodes_per_batch", "100000"],
+        ["--batches", "100000", "--episodes_per_batch", "1", "--method", "q_learning"],
+        ["--random_maps", "100000", "--map_size", "64"],
     ],
 )
 def test_bad_options(tmp_path, flags):

@@ -361,6 +361,8 @@ BAD_INPUT = [
     (["--config", "{tmp}/not_yaml.yaml"], "{tmp}/not_yaml.yaml"),
     (["--iterations", "many"], "'many'"),
     (["--iterations", "0"], "--iterations 0: expected an integer of at least 1"),
+    (["--iterations", "100000", "--episodes", "1000"], "--iterations 100000 x --episodes 1000: 1e+08 episodes"),
+    (["--judge_episodes", "1000000", "--horizon_steps", "1000000"], "1e+12 steps, expected at most 1e+09"),
     (["--proposer", "oracle"], "--proposer 'oracle': expected one of local, endpoint, random"),
     (["--history", "none"], "--history 'none': expected one of whole, best_and_recent"),
     (["--resume", "yes"], "--resume 'yes': expected one of auto, never"),

@@ -214,12 +214,15 @@ def expert_rows(
     env.close()
 
 
-def write_expert_csv(options: ExpertOptions, progress: bool = False) -> Path:
+def write_expert_csv(options: ExpertOptions, progress: bool = False, config: str = "") -> Path:
     """Make the CSV that the options describe; InputError before any work if the file may not be replaced."""
     path = Path(options.output)
-    if path.exists() and path.resolve() == Path(options.map).resolve():
-        raise InputError(f"--output {path}: is the map itself; name another file")
-    if path.is_dir() or (path.exists() and not options.overwrite):
+    for what, read in (("map", options.map), ("configuration", config)):
+        if path.exists() and read and Path(read).exists() and path.samefile(read):
+            raise InputError(f"--output {path}: is the {what} itself; name another file")
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_file()):
+        raise InputError(f"--output {path}: is no regular file and is left as it is; name a file, not a link to one")
+    if path.exists() and not options.overwrite:
         raise InputError(f"{path}: is there already and is left as it is; expected a new --output, or --overwrite true")
     if not path.parent.is_dir():
         raise InputError(f"{path}: there is no folder {path.parent}, expected an existing one in --output")
@@ -235,14 +238,17 @@ def write_expert_csv(options: ExpertOptions, progress: bool = False) -> Path:
         horizon = options.horizon_steps or environment.horizon_steps
         successes.append(float(policy_return(environment.mdp, greedy_policy(q_SA), horizon_steps=horizon)))
         ceilings.append(float(optimal_return(environment.mdp, horizon)))
-    unfinished = path.with_name(path.name + ".unfinished")
-    try:
-        with writing(path, "expected a writable folder with room"):
-            with unfinished.open("w", encoding="utf-8", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerows([all_columns(actions), *rows])
+    unfinished = path.with_name(f".expert_q-{os.getpid()}.unfinished")
+    with (
+        writing(path, "expected a writable folder with room"),
+        unfinished.open("x", encoding="utf-8", newline="") as file,
+    ):
+        try:  # from here on it is our own: "x" takes no file that is there
+            csv.writer(file, lineterminator="\n").writerows([all_columns(actions), *rows])
+            file.close()
             os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
     seen, acting = len({row[1] for row in rows}), sum(len(environment.acting_states) for environment in environments)
     of_maps = f", {len(environments)} maps" if len(environments) > 1 else ""
@@ -412,8 +418,8 @@ def _whole_number(text: str) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    (options,), _ = parse_arguments(argv, (ExpertOptions,), description=__doc__)
-    write_expert_csv(options, progress=True)
+    (options,), config = parse_arguments(argv, (ExpertOptions,), description=__doc__)
+    write_expert_csv(options, progress=True, config=config)
 
 
 if __name__ == "__main__":

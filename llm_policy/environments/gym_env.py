@@ -90,7 +90,7 @@ def _check_options(env: gymnasium.Env, options: Mapping[str, Any]) -> None:
         if name in defaults and isinstance(defaults[name].default, bool) and not isinstance(value, bool):
             raise InputError(f"--env_options: {name} {json.dumps(value)}: expected true or false")
     if isinstance(env.unwrapped, FrozenLakeEnv):
-        check_grid([b"".join(row).decode() for row in env.unwrapped.desc], "--env_options: desc")
+        check_grid([b"".join(row).decode() for row in np.array(env.unwrapped.desc).tolist()], "--env_options: desc")
 
 
 def _name(env: gymnasium.Env) -> str:

@@ -72,7 +72,7 @@ class _Rollout(_Record):
     returns: Annotated[list[FiniteFloat], Field(min_length=1)]
 
 
-_KINDS = {"answer": _Answer, "rollout": _Rollout}
+_KINDS: dict[str, type[_Record]] = {"answer": _Answer, "rollout": _Rollout}
 
 
 def read_log(path: str | Path) -> list[dict]:
