@@ -15,6 +15,7 @@ versions, hardware), the resolved configuration, metrics.jsonl (a search: answer
 the picture, and the minutes of the whole process.
 """
 
+import math
 import re
 import shlex
 import shutil
@@ -23,7 +24,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -32,8 +32,10 @@ from llm_policy.startup import prepare
 
 prepare(__name__)
 
-from llm_policy.command_line import EXIT_CODES, parse_arguments, take_config
-from llm_policy.errors import InputError, check_choices, run_script
+from llm_policy.command_line import EXIT_CODES, parse_arguments, read_option, take_config
+from llm_policy.errors import InputError, check_choices, run_script, writing
+from llm_policy.reading import read_text
+from llm_policy.run_files import EVALUATION_FILE
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = (
@@ -45,7 +47,15 @@ SCRIPTS = {
     "train_script.py": (["--resume_from_checkpoint", "auto"], "configs/laptop.yaml"),
     "search_policy.py": ([], None),
 }
-PLAIN_WORD = re.compile(r"[A-Za-z0-9_-]+")
+PLAIN_WORD = re.compile(r"[A-Za-z0-9_-]{1,100}")
+# What this script gives to the other one, or what would leave no result: option -> what to do instead
+TAKEN = {
+    "seed": "name the seeds with --seeds, before --",
+    "output_dir": "the runs are in runs/NAME/seed-N/",
+    "h": "ask the script itself",
+    "help": "ask the script itself",
+    "help_all": "ask the script itself",
+}
 CODES = EXIT_CODES | {75: "a seed was interrupted (the same command resumes)"}
 
 
@@ -116,7 +126,18 @@ def read_command(argv: Sequence[str]) -> Command:
         )  # fmt: skip
     except InputError as error:
         raise InputError(f"{error}; options of the script go behind --") from error
-    return Command(arguments, config, tuple(argv[behind + 1 :])).with_seeds(arguments.study, arguments.seeds)
+    flags = tuple(argv[behind + 1 :])
+    for flag in flags:
+        name = flag.partition("=")[0].lstrip("-").replace("-", "_")
+        if flag.startswith("-") and name in TAKEN:
+            raise InputError(f"{flag} behind --: {TAKEN[name]}")
+    if read_option(flags, "check", "") == "only":
+        raise InputError("--check only behind --: trains nothing; leave it out")
+    try:
+        shlex.split(arguments.expert or "")
+    except ValueError as error:
+        raise InputError(f"--expert {arguments.expert!r}: {error}; expected options as in a shell") from error
+    return Command(arguments, config, flags).with_seeds(arguments.study, arguments.seeds)
 
 
 def result_folder(study: str | None, name: str) -> Path:
@@ -127,7 +148,7 @@ def result_folder(study: str | None, name: str) -> Path:
     """
     for option, value in (("study", study), ("name", name)):
         if value is not None and not PLAIN_WORD.fullmatch(value):
-            raise InputError(f"--{option} {value!r}: expected a plain word of letters, digits, _ and -")
+            raise InputError(f"--{option} {value!r}: expected a plain word of letters, digits, _ and -, at most 100")
     results = ROOT / "results"
     holders = sorted(folder.parent.name for folder in results.glob(f"*/{name}") if folder.is_dir())
     if study is None and len(holders) != 1:
@@ -149,7 +170,7 @@ def with_kept_seeds(command: Command, command_file: Path) -> Command:
     try:
         words = shlex.split(command_file.read_text())
         kept = read_command(words[2:]) if words[:2] == ["python", "results/run.py"] else None
-    except (ValueError, InputError):  # damaged
+    except (OSError, ValueError, InputError):  # damaged
         kept = None
     if kept is None or kept.with_seeds(None, []) != command.with_seeds(None, []):
         folder = command_file.parent.relative_to(ROOT)
@@ -174,25 +195,49 @@ def run_to_its_end(command: Sequence[str]) -> int:
 
 
 def timed_run(command: Sequence[str], run: Path) -> int:
-    """`run_to_its_end`, with the minutes of all parts of an interrupted run added up in minutes.txt."""
-    started, was_finished = time.perf_counter(), (run / "evaluation.json").exists()
+    """`run_to_its_end`, with the minutes of all parts of an interrupted run added up in minutes.txt.
+
+    `InputError` where it ends well and leaves no evaluation, as with a `check: only` in its configuration.
+    """
+    started, was_finished = time.perf_counter(), (run / EVALUATION_FILE).exists()
+    before = minutes_so_far(run / "minutes.txt")
     try:
-        return run_to_its_end(command)
+        code = run_to_its_end(command)
     finally:
         if not was_finished:
-            run.mkdir(parents=True, exist_ok=True)
-            seconds = time.perf_counter() - started
-            minutes = run / "minutes.txt"
-            with suppress(OSError, ValueError):  # none yet, or damaged
-                seconds += 60 * float(minutes.read_text())
-            minutes.write_text(f"{seconds / 60:.2f}\n")
+            make_folder(run)
+            (run / "minutes.txt").write_text(f"{before + (time.perf_counter() - started) / 60:.2f}\n")
+    if code == 0 and not (run / EVALUATION_FILE).exists():
+        raise InputError(
+            f"{run}: the script ended and left no {EVALUATION_FILE}; look at its options and configuration"
+        )
+    return code
+
+
+def minutes_so_far(file: Path) -> float:
+    """0 without the file; `InputError` for a damaged one, without which the sum would be too small."""
+    try:
+        minutes = float(read_text(file))
+        if 0 <= minutes < math.inf:
+            return minutes
+        reason = f"{minutes} minutes"
+    except FileNotFoundError:
+        return 0.0
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    raise InputError(f"{file}: holds no time ({reason}); write the minutes of the earlier parts, or delete it")
+
+
+def make_folder(folder: Path) -> None:
+    with writing(folder, "move what stands in its place"):
+        folder.mkdir(parents=True, exist_ok=True)
 
 
 def keep_files(run: Path, target: Path) -> None:
     """Copy the small files of a finished run."""
     for name in KEPT:
         if (run / name).exists():
-            target.mkdir(exist_ok=True)
+            make_folder(target)
             shutil.copy(run / name, target / name)
 
 
@@ -201,16 +246,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = command.arguments
     target = result_folder(arguments.study, arguments.name)
     whole_command = with_kept_seeds(command, target / "command.txt")
-    target.mkdir(parents=True, exist_ok=True)
+    runs = ROOT / "runs" / arguments.name
+    for folder in (target, runs):
+        make_folder(folder)
     (target / "command.txt").write_text(f"{whole_command}\n")
     options, config = SCRIPTS[arguments.script]
     config = command.config or config
     flags = [*options, *(["--config", config] if config else []), *command.flags]
-    runs = ROOT / "runs" / arguments.name
 
     if arguments.expert:
         expert_csv = runs / "expert.csv"
-        runs.mkdir(parents=True, exist_ok=True)
         print(f"making the expert's CSV, {expert_csv.relative_to(ROOT)}", flush=True)
         make = [sys.executable, "-m", "llm_policy.environments.expert_q", *shlex.split(arguments.expert)]
         if code := run_to_its_end([*make, "--output", str(expert_csv), "--overwrite"]):
@@ -223,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{which}: {arguments.script} in {run.relative_to(ROOT)}", flush=True)
         untrained = runs / f"seed-{whole_command.arguments.seeds[0]}" / "untrained.json"
         if arguments.share_untrained and untrained.exists() and not (run / untrained.name).exists():
-            run.mkdir(parents=True, exist_ok=True)
+            make_folder(run)
             shutil.copy(untrained, run)
         output = ["--seed", str(seed), "--output_dir", str(run.relative_to(ROOT))]
         if code := timed_run([sys.executable, arguments.script, *output, *flags], run):

@@ -96,6 +96,15 @@ def test_another_command_does_not_go_into_the_same_folder(started, tmp_path):
         (["--study", "", "--name", "x"], "--study '': expected a plain word"),
         (["--name", "x\n"], "expected a plain word"),
         (["--name", "*"], "expected a plain word"),
+        (["--name", "x" * 300], "expected a plain word of letters, digits, _ and -, at most 100"),
+        # what this script gives itself
+        ([*KL, "--seed", "7"], "--seed behind --: name the seeds with --seeds, before --"),
+        ([*KL, "--seed=7"], "--seed=7 behind --: name the seeds"),
+        ([*KL, "--output-dir", "elsewhere"], "--output-dir behind --: the runs are in runs/NAME/seed-N/"),
+        ([*KL, "--help"], "--help behind --: ask the script itself"),
+        ([*KL, "-h"], "-h behind --: ask the script itself"),
+        ([*KL, "--check", "only"], "--check only behind --: trains nothing"),
+        ([*KL[:4], "--expert", "--rows 'x"], '--expert "--rows \'x": No closing quotation'),
     ],
 )
 def test_what_is_no_result_of_a_study_is_refused(arguments, expected, started, tmp_path):
@@ -104,6 +113,37 @@ def test_what_is_no_result_of_a_study_is_refused(arguments, expected, started, t
         results_run.main(arguments)
     assert len(started) == 2
     assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["ablations"]
+
+
+@pytest.mark.parametrize("place", ["runs/kl", "results/ablations", "results/ablations/kl"])
+def test_a_file_in_the_place_of_a_folder(place, started, tmp_path):
+    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / place).write_text("mine")
+    with pytest.raises(InputError, match=rf"{place}\S*: cannot be written \(.*\); move what stands in its place"):
+        results_run.main(KL)
+    assert started == []
+
+
+def test_a_folder_in_the_place_of_the_command(started, tmp_path):
+    (tmp_path / "results/ablations/kl/command.txt").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"command\.txt: belongs to another command"):
+        results_run.main(KL)
+
+
+@pytest.mark.parametrize("text", ["nan", "-1", "inf", "x", ""])
+def test_damaged_minutes_do_not_go_into_results(text, started, tmp_path):
+    (tmp_path / "runs/kl/seed-4").mkdir(parents=True)
+    (tmp_path / "runs/kl/seed-4/minutes.txt").write_text(text)
+    with pytest.raises(InputError, match=r"runs/kl/seed-4/minutes\.txt: holds no time \(.*\); write the minutes"):
+        results_run.main(KL)
+    assert started == []
+
+
+def test_a_run_that_leaves_no_evaluation_is_no_result(started, tmp_path, monkeypatch):
+    monkeypatch.setattr(results_run, "run_to_its_end", lambda command: 0)
+    with pytest.raises(InputError, match=r"runs/kl/seed-4: the script ended and left no evaluation\.json"):
+        results_run.main(KL)
+    assert not (tmp_path / "results/ablations/kl/seed-4").exists()
 
 
 def test_the_study_is_needed_where_two_hold_the_name(started, tmp_path):
@@ -118,7 +158,7 @@ def test_an_error_is_one_line_and_help_stays_short():
     call = [sys.executable, script, "--name", "../x"]
     done = subprocess.run(call, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "error: --name '../x': expected a plain word of letters, digits, _ and -\n"
+    assert done.stderr == "error: --name '../x': expected a plain word of letters, digits, _ and -, at most 100\n"
     with pytest.raises(
         InputError, match=r"^unknown arguments: --beta 0\.1; see --help; options of the script go behind --"
     ):
