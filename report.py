@@ -27,12 +27,14 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from pydantic import BaseModel, FiniteFloat, TypeAdapter
 
 from llm_policy.command_line import EXIT_CODES, parse_arguments
 from llm_policy.environments.frozen_lake import ACTIONS, Grid, acting_states, grid_of, lake_mdp, leads_to_goal
 from llm_policy.environments.mdp import AGREEMENT_GAMMA, OPTIMAL_PERCENT, optimal_actions, optimal_q
 from llm_policy.errors import InputError, run_script
 from llm_policy.plots import curves_figure
+from llm_policy.reading import read_text
 from llm_policy.run_files import ROOT
 from llm_policy.statistics import mcnemar_p, wilson_interval
 
@@ -88,9 +90,53 @@ WAYS_OF_TEACHING = {
 # Reading ----------------------------------------------------------------------------------------------------------
 
 
+class PolicyRow(BaseModel, strict=True):
+    """What the tables and pictures take from a row of a training's evaluation.json."""
+
+    policy: str
+    success_probability: FiniteFloat
+    success_at_horizon: FiniteFloat
+    optimal_success: FiniteFloat
+    optimal_at_horizon: FiniteFloat
+    percent_of_optimal: FiniteFloat
+    optimal_states: FiniteFloat
+    acting_states: FiniteFloat
+
+
+class SearchRow(BaseModel, strict=True):
+    """The same of a search."""
+
+    policy: str
+    value: FiniteFloat
+    episodes: int | None
+
+
+class MetricsLine(BaseModel, strict=True):
+    """The same of a line of metrics.jsonl."""
+
+    step: int
+    seconds: FiniteFloat
+    learning_rate: FiniteFloat | None = None  # at least of the first
+
+
+def rows_by_name(evaluation: dict, kind: type[BaseModel], needed: str) -> dict[str, dict]:
+    """The rows of an evaluation; `ValueError` where one is not of this kind, or none is called `needed`."""
+    rows = TypeAdapter(list[dict]).validate_python(evaluation["policies"])
+    for row in rows:
+        kind.model_validate(row)
+    found = {row["policy"]: row for row in rows}
+    if needed not in found:
+        raise ValueError(f"no row {needed!r}")
+    return found
+
+
+def read_minutes(seed: Path) -> float:
+    return TypeAdapter(FiniteFloat).validate_python(read_text(seed / "minutes.txt").strip())
+
+
 def read_json(file: Path) -> dict:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return TypeAdapter(dict).validate_python(json.loads(read_text(file)))
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{shown(file)}: cannot be read as JSON ({reason}); run it again or delete it") from error
@@ -98,11 +144,12 @@ def read_json(file: Path) -> dict:
 
 def read_json_lines(file: Path) -> list[dict]:
     try:
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        if not all(isinstance(line, dict) and isinstance(line.get("step"), int) for line in lines):
-            raise ValueError("a line names no step")
+        lines = [json.loads(line) for line in read_text(file).splitlines()]
+        TypeAdapter(list[MetricsLine]).validate_python(lines)
+        if not lines or lines[0].get("learning_rate") is None:
+            raise ValueError("no first step with its learning rate")
         return lines
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{shown(file)}: cannot be read as JSON lines ({error}); run it again or delete it") from error
 
 
@@ -113,7 +160,7 @@ def shown(path: Path) -> str:
 
 def finished_seeds(folder: Path, files: Iterable[str]) -> list[Path]:
     """The folders `seed-N` of one result that hold all of `files`, by number."""
-    seeds = [seed for seed in folder.glob("seed-*") if seed.name.removeprefix("seed-").isdigit()]
+    seeds = [seed for seed in folder.glob("seed-*") if seed.name.removeprefix("seed-").isdecimal()]
     whole = [seed for seed in seeds if all((seed / name).exists() for name in files)]
     return sorted(whole, key=lambda seed: int(seed.name.removeprefix("seed-")))
 
@@ -131,12 +178,12 @@ def seeds_of(folder: Path) -> list[dict]:
                     "seed": seed.name.removeprefix("seed-"),
                     "is_slippery": evaluation["is_slippery"],
                     "maps": evaluation.get("maps"),
-                    "command": shlex.split((folder / "command.txt").read_text(encoding="utf-8")),
+                    "command": shlex.split(read_text(folder / "command.txt")),
                     "observation": run.get("observation", ""),
-                    "policies": {policy["policy"]: policy for policy in evaluation["policies"]},
+                    "policies": rows_by_name(evaluation, PolicyRow, TRAINED),
                     "metrics": read_json_lines(seed / "metrics.jsonl"),
                     "verdict": _verdict(seed / "result.txt"),
-                    "minutes": float((seed / "minutes.txt").read_text()),
+                    "minutes": read_minutes(seed),
                     "made": made(seed / "run.json"),
                 }
             )
@@ -154,7 +201,7 @@ def whole(seed: Path) -> Iterator[None]:
 
 def _verdict(file: Path) -> str:
     """The last line without its label, and without the counts of steps in brackets, which have a column."""
-    line = file.read_text(encoding="utf-8").strip().splitlines()[-1].removeprefix("verdict: ")
+    line = read_text(file).strip().splitlines()[-1].removeprefix("verdict: ")
     return re.sub(r" \(warm start \d+ steps, GRPO \d+\)$", "", line)
 
 
@@ -173,8 +220,9 @@ def searches_of(folder: Path) -> list[dict]:
     found = []
     for seed in finished_seeds(folder, ("evaluation.json", "run.json", "minutes.txt")):
         with whole(seed):
-            minutes = float((seed / "minutes.txt").read_text())
+            minutes = read_minutes(seed)
             evaluation = read_json(seed / "evaluation.json")
+            rows_by_name(evaluation, SearchRow, evaluation["searched"])
             found.append(evaluation | {"minutes": minutes, "made": made(seed / "run.json")})
     return found
 
@@ -721,22 +769,23 @@ def speed_section() -> str:
     )  # fmt: skip
     rows = []
     for file in sorted((RESULTS / SPEED / "step_time").glob("*.json")):
-        content = read_json(file)
-        stock, packed = (content["medians"][path] for path in ("stock TRL", "packed"))
-        ratios = [a["seconds"] / b["seconds"] for a, b in zip(*content["rounds"].values(), strict=True)]
-        parts = [f"{stock[part]:.1f}, {packed[part]:.1f}" for part in ("seconds", "sampling", "training_pass")]
-        rows.append(
-            [
-                link(file.stem, SPEED, "step_time", file.name),
-                f"**{np.median(ratios):.1f}** ({min(ratios):.1f} to {max(ratios):.1f})",
-                *parts,
-                f"{stock['tokens']:.0f}, {packed['tokens']:.0f}",
-                ", ".join(f"{content['peak_memory_gb'][path]:.1f}" for path in ("stock TRL", "packed")),
-                f"{packed['sampling'] / content['floor_of_sampling']:.1f}",
-                ", ".join(content[key] for key in ("device", "processor") if key in content),
-                date_and_commit(made(file)),
-            ]
-        )
+        with whole(file):
+            content = read_json(file)
+            stock, packed = (content["medians"][path] for path in ("stock TRL", "packed"))
+            ratios = [a["seconds"] / b["seconds"] for a, b in zip(*content["rounds"].values(), strict=True)]
+            parts = [f"{stock[part]:.1f}, {packed[part]:.1f}" for part in ("seconds", "sampling", "training_pass")]
+            rows.append(
+                [
+                    link(file.stem, SPEED, "step_time", file.name),
+                    f"**{np.median(ratios):.1f}** ({min(ratios):.1f} to {max(ratios):.1f})",
+                    *parts,
+                    f"{stock['tokens']:.0f}, {packed['tokens']:.0f}",
+                    ", ".join(f"{content['peak_memory_gb'][path]:.1f}" for path in ("stock TRL", "packed")),
+                    f"{packed['sampling'] / content['floor_of_sampling']:.1f}",
+                    ", ".join(content[key] for key in ("device", "processor") if key in content),
+                    date_and_commit(made(file)),
+                ]
+            )
     return markdown(headers, rows)
 
 
@@ -779,7 +828,13 @@ def all_sections(results: Mapping[str, list[dict]]) -> dict[str, str]:
 def documents() -> dict[Path, str]:
     """README.md and docs/*.md, with their texts."""
     files = [file for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if file.exists()]
-    return {file: file.read_text(encoding="utf-8") for file in files}
+    texts = {}
+    for file in files:
+        try:
+            texts[file] = read_text(file)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{shown(file)}: cannot be read as UTF-8 text ({error})") from error
+    return texts
 
 
 def marked(text: str) -> list[str]:

@@ -206,7 +206,9 @@ def test_ablations_section(results):
     command = results / "canonical/canonical_slippery/command.txt"
     command.write_text("python results/run.py --name canonical_slippery -- --objective expected --beta 3\n")
     metrics = results / "canonical/canonical_slippery/seed-1/metrics.jsonl"
-    metrics.write_text(metrics.read_text() + json.dumps({"step": 5, "policy/percent_of_optimal": 100.0}) + "\n")
+    metrics.write_text(
+        metrics.read_text() + json.dumps({"step": 5, "seconds": 9.0, "policy/percent_of_optimal": 100.0}) + "\n"
+    )
     assert report.ablations_section(report.training_results()).splitlines()[2:] == [
         "| *canonical_slippery, unchanged* | **0.6000** (0.8000, 0.4000) | 9, 9 of 11 | 5, never | 5, 2 | 4, 4 "
         f"| says 0.4 | {WHEN} |",
@@ -409,9 +411,59 @@ def test_whatever_a_file_of_a_seed_holds_the_answer_is_one_line_or_a_report(name
         line = str(error)
     else:
         line = ""
-        assert (name, text) in {("metrics.jsonl", ""), ("run.json", "{}")} or name in ("result.txt", "minutes.txt")
+        assert (name, text) in {("run.json", "{}"), ("minutes.txt", "3")} or name == "result.txt"
     assert "\n" not in line
     assert (name in line or "seed-1" in line) or text == "{}" or not line
+
+
+def without(name: str) -> list[dict]:
+    return [{key: value for key, value in policy("trained, greedy", 1.0, 9).items() if key != name}]
+
+
+UNUSABLE = [
+    # file of a seed, what it holds
+    ("minutes.txt", "nan"),
+    ("metrics.jsonl", ""),
+    ("metrics.jsonl", json.dumps({"step": 1}) + "\n"),
+    ("evaluation.json", {"is_slippery": True, "policies": [policy("optimal", 1.0, 9)]}),
+    ("evaluation.json", {"is_slippery": True, "policies": without("success_probability")}),
+    ("evaluation.json", {"is_slippery": True, "policies": [{**without("")[0], "optimal_success": "1"}]}),
+    ("evaluation.json", {"is_slippery": True, "policies": [policy("trained, greedy", float("nan"), 9)]}),
+    *((name, None) for name in OF_A_SEED),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "content"), UNUSABLE)
+def test_what_no_table_can_show_is_one_line(name, content, results):
+    """None: a pipe, which nobody writes."""
+    file = results / "canonical/dry/seed-1" / name
+    file.unlink()
+    os.mkfifo(file) if content is None else file.write_text(
+        content if isinstance(content, str) else json.dumps(content)
+    )
+    with pytest.raises(InputError, match=r"^results/canonical/dry/seed-1") as caught:
+        report.training_results()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_copy_beside_the_seeds_is_none(results):
+    (results / "canonical/dry/seed-1").rename(results / "canonical/dry/seed-\xb2")
+    assert "dry" not in report.training_results()
+
+
+def test_a_damaged_search_speed_or_document_is_one_line(results):
+    write_search(results / "policy_search/props_frozen_lake")
+    file = results / "policy_search/props_frozen_lake/seed-1/evaluation.json"
+    file.write_text(file.read_text().replace("0.3", '"x"'))
+    with pytest.raises(InputError, match=r"^results/policy_search/props_frozen_lake/seed-1: its files are damaged"):
+        report.all_sections(report.training_results())
+    (results / "speed/step_time").mkdir(parents=True)
+    (results / "speed/step_time/a.json").write_text("{}")
+    with pytest.raises(InputError, match=r"^results/speed/step_time/a\.json: its files are damaged"):
+        report.speed_section()
+    (results.parent / "README.md").write_bytes(b"\xff")
+    with pytest.raises(InputError, match=r"^README\.md: cannot be read as UTF-8 text"):
+        report.documents()
 
 
 def test_curves_are_drawn(results, monkeypatch):
