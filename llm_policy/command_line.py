@@ -104,7 +104,8 @@ def parse_arguments(
     found, unknown = parser.parse_known_args(argv)
     if unknown:
         raise InputError(f"unknown arguments: {' '.join(unknown)}{suggestion(unknown[0], names)}; see --help")
-    check_texts(vars(found))
+    defaults = {field.name: field.default for group in groups for field in fields(group)}
+    check_texts({name: value for name, value in vars(found).items() if value != defaults.get(name)})
     check_ranges(vars(found), groups)
     check_products(vars(found))
     try:

@@ -94,6 +94,41 @@ def test_the_cases_above_are_all_that_trl_and_peft_have():
             assert not {name, f"lora_{name}"} & {field.name for field in fields(ModelConfig)}, f"now in TRL: {name}"
 
 
+# What libraries refuse late ----------------------------------------------------------------------------------------
+
+LATE = [
+    # TRL's options, the model's, what the line says (None: accepted)
+    ({"optim_args": "xx"}, {}, "--optim adamw_torch_fused, --optim_args xx: ValueError: "),
+    ({"optim_args": "xx=1"}, {}, None),  # the handlers of Transformers read what they know
+    ({"optim": "adafactor", "optim_args": None}, {}, None),
+    ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"a": 1}}, {}, "--lr_scheduler_type cosine, "),
+    ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1}}, {}, None),
+    ({"lr_scheduler_type": "cosine_with_min_lr"}, {}, "--lr_scheduler_type cosine_with_min_lr, "),
+    ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 5}}, {}, "--lr_scheduler_type polynomial, "),
+    ({"lr_scheduler_type": "polynomial"}, {}, None),
+    ({"report_to": "wandb"}, {}, "--report_to wandb: expected one of none, "),
+    ({"report_to": "all"}, {}, None),
+    ({"chat_template_kwargs": {"messages": []}}, {}, "--chat_template_kwargs: would reach the trainer's prompts alone"),
+    ({"torch_compile": True}, {}, "--torch_compile: would compile passes"),
+    ({"torch_compile_mode": "xx"}, {}, "--torch_compile: would compile passes"),
+    ({"dataloader_multiprocessing_context": "spawn"}, {}, "--dataloader_multiprocessing_context: is for workers"),
+    ({}, {"lora_target_modules": ["[abc"]}, r"--lora_target_modules '\[abc': error: unterminated character set"),
+    ({}, {"lora_target_modules": ["all-linear"]}, None),
+    ({}, {"lora_task_type": "xx"}, "--lora_task_type 'xx': expected one of SEQ_CLS, "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "lora", "message"), LATE)
+def test_what_libraries_refuse_late_is_refused_before_the_work(options, lora, message):
+    arguments = ScriptArguments(objective="grpo"), training(**options), ModelConfig(**(LORA | lora))
+    if message is None:
+        check_arguments(*arguments)
+    else:
+        with pytest.raises(InputError, match=f"^{message}") as caught:
+            check_arguments(*arguments)
+        assert "\n" not in str(caught.value)
+
+
 # Batches -----------------------------------------------------------------------------------------------------------
 
 BATCHES = [

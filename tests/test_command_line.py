@@ -24,6 +24,7 @@ class Small:
     long_option_name: str = field(default="word", metadata={"help": "A help text of " + "many words " * 12 + "."})
     table: str = field(default=str(ROOT / "table.csv"), metadata={"help": "A file of this repository."})
     map: str | None = field(default=None, metadata={"help": "Without a default."})
+    csv: str = field(default="", metadata={"help": "Must be given, says its reader."})
     maps: list[str] = field(default_factory=lambda: ["4x4", "8x8"], metadata={"help": "Several values."})
     counts: list[int] | None = field(default=None, metadata={"help": "Several numbers."})
 
@@ -161,6 +162,7 @@ BAD_FLAGS = [
     (["--config", "x" * 300], "--config xxxxxxxxxxxxxxxxxxxx...: a name of 300 bytes, at most 255 are one"),
     (["--seed", "13"], r"seed unlucky; see --help"),
     (["--config"], r"--config: expected the path of a YAML file after it"),
+    (["--map", ""], r"--map '': names nothing; leave the option out for its default"),
     (["--config="], r"--config: expected the path of a YAML file after it"),
     (["--config", "nowhere.yaml"], r"--config nowhere.yaml: no such file; configs/ holds"),
     (["--config", "tests"], r"--config tests: cannot be read: .*directory"),
@@ -255,6 +257,7 @@ options and their defaults (without --config, configs/laptop.yaml is read):
                            many words many words many words many words .
   --table table.csv        A file of this repository.
   --map                    Without a default.
+  --csv ""                 Must be given, says its reader.
   --maps 4x4 8x8           Several values.
   --counts                 Several numbers.
   --help_all               List the options of TRL's Foreign as well.
@@ -271,8 +274,8 @@ def test_options_are_as_wide_as_the_terminal(columns, capsys, monkeypatch):
     lines = text.splitlines()
     assert max(map(len, lines)) <= min(columns, 120)
     assert [line.split()[0] for line in lines if line.startswith("  --")] == [
-        "--config", "--seed", "--rate", "--is_slippery", "--long_option_name", "--table", "--map", "--maps", "--counts",
-        "--help_all",
+        "--config", "--seed", "--rate", "--is_slippery", "--long_option_name", "--table", "--map", "--csv", "--maps",
+        "--counts", "--help_all",
     ]  # fmt: skip
 
 

@@ -1,13 +1,18 @@
 """Options of a training run beside TRL's, and the rules that TRL does not check or leaves to a crash in step 1."""
 
+import re
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 
+import torch
+from peft import TaskType
+from transformers import Trainer, get_scheduler
+from transformers.integrations import get_available_reporting_integrations
 from trl import GRPOConfig, ModelConfig
 from trl.import_utils import is_vllm_available
 
 from llm_policy.adapters import check_adapter_options
-from llm_policy.errors import InputError, check_choices
+from llm_policy.errors import OPTION_ERRORS, InputError, check_choices, library_errors
 from llm_policy.grpo.diagnostics import STOP_CONDITIONS
 from llm_policy.grpo.trainer import OBJECTIVES, check_objective
 
@@ -28,6 +33,9 @@ REFUSED = {
     "enable_jit_checkpoint": "would take the signals; SIGTERM writes a checkpoint here anyway",
     "save_only_model": "leaves nothing to resume from; leave it out",
     "remove_unused_columns": "would take away what the rewards need; leave it out",
+    "chat_template_kwargs": "would reach the trainer's prompts alone, not the judge's; leave it out",
+    "torch_compile": "would compile passes that are not made for it; leave it and its backend and mode out",
+    "dataloader_multiprocessing_context": "is for workers that load data, and the rows are in memory; leave it out",
     "push_to_hub": "would upload GRPO's part of the adapter only; upload the run's folder in the end (hf upload)",
     "hub_token": "would stand in the run's files; set HF_TOKEN, or run `hf auth login`",
 }
@@ -113,6 +121,31 @@ def check_arguments(script: ScriptArguments, training: GRPOConfig, model: ModelC
             "--save_total_limit 1: expected at least 2, because a kill while one is written must leave another"
         )
     _check_batches(training)
+    _ask_libraries(training, model)
+
+
+def _ask_libraries(training: GRPOConfig, model: ModelConfig) -> None:
+    """`InputError` for what optimisers, schedules, charts and LoRA would refuse after the warm start, if at all."""
+    if not training.optim_target_modules:  # with these an optimiser asks for the model
+        what = f"--optim {training.optim.value}, --optim_args {training.optim_args}"
+        with library_errors(what, OPTION_ERRORS):
+            kind, options = Trainer.get_optimizer_cls_and_kwargs(training)
+            optimizer = kind([torch.nn.Parameter(torch.zeros(1))], **options)
+        schedule, steps = training.lr_scheduler_type.value, max(training.max_steps, 1)
+        what = f"--lr_scheduler_type {schedule}, --lr_scheduler_kwargs {training.lr_scheduler_kwargs}"
+        with library_errors(what, OPTION_ERRORS):
+            get_scheduler(
+                schedule, optimizer, training.get_warmup_steps(steps), steps,
+                scheduler_specific_kwargs=training.lr_scheduler_kwargs,
+            )  # fmt: skip
+    installed = ("none", *get_available_reporting_integrations())
+    for name in training.report_to:
+        if name not in installed:
+            raise InputError(f"--report_to {name}: expected one of {', '.join(installed)}, which are installed here")
+    check_choices(model, {"lora_task_type": tuple(TaskType.__members__)})
+    if isinstance(model.lora_target_modules, str):
+        with library_errors(f"--lora_target_modules {model.lora_target_modules!r}", (re.error,)):
+            re.compile(model.lora_target_modules)
 
 
 def _check_batches(training: GRPOConfig) -> None:
