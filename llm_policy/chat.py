@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from llm_policy.errors import InputError
+from llm_policy.errors import InputError, library_errors
 from llm_policy.sampling import sample_completions
 
 Messages = list[dict[str, str]]
@@ -19,17 +20,34 @@ def accepts_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
             f"{tokenizer.name_or_path}: its tokenizer has no chat template; "
             "take an instruction-tuned model (a name that ends in -it, -Instruct or -chat)"
         )
-    turns = [{"role": "system", "content": "the-system-turn"}, {"role": "user", "content": "the-user-turn"}]
+    turns = [{"role": role, "content": long_text(role)} for role in ("system", "user")]
     try:
-        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
-    except Exception:  # jinja2 raises TemplateError here, and templates may raise others, in words of their own
-        text = str(tokenizer.apply_chat_template(turns[1:], tokenize=False))  # one that refuses this, too, is broken
-    if turns[1]["content"] not in text:
+        text = rendered(turns, tokenizer)
+        if all(turn["content"] in text for turn in turns):
+            return True
+    except InputError:  # it refuses a system turn
+        pass
+    joined = f"{turns[0]['content']}\n\n{turns[1]['content']}"
+    if joined not in rendered(
+        [{"role": "user", "content": joined}], tokenizer
+    ):  # one that refuses this, too, is broken
         raise InputError(
-            f"{tokenizer.name_or_path}: its chat template leaves out what the user says; correct chat_template in its "
-            "tokenizer files"
+            f"{tokenizer.name_or_path}: its chat template leaves out what the user says, or part of it; correct "
+            "chat_template in its tokenizer files"
         )
-    return turns[0]["content"] in text
+    return False
+
+
+@cache
+def long_text(name: str) -> str:
+    """As long as a prompt, no two words alike: a template that leaves out any part of it is seen."""
+    return "\n".join(" ".join(f"{name}{line}-{word}" for word in range(8)) for line in range(64))
+
+
+def rendered(messages: Messages, tokenizer: PreTrainedTokenizerBase, **options) -> Any:
+    """What the chat template makes of `messages`. `InputError` where it fails: it is a program of the model's."""
+    with library_errors(f"{tokenizer.name_or_path}: its chat template fails", (Exception,)):
+        return tokenizer.apply_chat_template(messages, **({"tokenize": False} | options))
 
 
 def fit_to_template(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> Messages:
@@ -45,8 +63,7 @@ def prompt_token_ids(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> 
 
     The same call as TRL makes for conversational prompts, so that warm start, evaluation and training agree.
     """
-    encoding: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-    return encoding["input_ids"]
+    return rendered(messages, tokenizer, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
 
 
 def check_prompt(
@@ -62,6 +79,16 @@ def check_prompt(
         raise InputError(
             f"{tokenizer.name_or_path}: the chat template writes {tokenizer.bos_token!r} (BOS) twice; take one of the "
             "two out of chat_template in its tokenizer files"
+        )
+
+
+def check_vocabulary(texts: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, vocabulary_size: int) -> None:
+    """`InputError` for a token, of the texts or one that pads or ends them, that the model has no embedding for."""
+    largest = max(tokenizer.pad_token_id, tokenizer.eos_token_id, *(max(token_ids) for token_ids in texts))
+    if largest >= vocabulary_size:
+        raise InputError(
+            f"{tokenizer.name_or_path}: its tokenizer makes the token {largest}, and its model has {vocabulary_size} "
+            "(numbered from 0); fetch both again"
         )
 
 
@@ -128,12 +155,15 @@ class Reader:
         Args:
             guesses: a likely reply to each prompt. Right or wrong, it changes the time and not the samples.
         """
+        asked = [self.prompt(messages) for messages in prompts]
+        replies = None if guesses is None else [reply_token_ids(guess, self.tokenizer) for guess in guesses]
+        check_vocabulary([*asked, *(replies or [])], self.tokenizer, model.config.get_text_config().vocab_size)
         token_ids = sample_completions(
             model,
-            [self.prompt(messages) for messages in prompts],
+            asked,
             sampling_config(model, self.tokenizer, self.max_completion_tokens, temperature=float(samples > 0)),
             max(samples, 1),
             self.rows_per_batch,
-            guesses=None if guesses is None else [reply_token_ids(guess, self.tokenizer) for guess in guesses],
+            guesses=replies,
         )
         return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)

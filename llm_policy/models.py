@@ -4,7 +4,10 @@ LoRA settings: trl's own `get_peft_config(model_config)` does the whole job.
 """
 
 import errno
+import hashlib
 import json
+import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,17 +27,22 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from peft import PeftModel, get_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from pydantic import StrictInt, TypeAdapter
 from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     GgufConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from llm_policy.errors import InputError
+from llm_policy.reading import check_texts, read_text
 from llm_policy.run_files import ROOT
 
 EMBEDDED_MODEL = ROOT / "data/models/SmolLM2-135M-Instruct"
@@ -42,6 +50,11 @@ EMBEDDED_MODEL = ROOT / "data/models/SmolLM2-135M-Instruct"
 
 HUB_TIMEOUT_SECONDS = 5
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+MODEL_FILES = ("config.json", "adapter_config.json", "tokenizer.json", "chat_template.jinja")  # beside the weights
+END_TOKENS = TypeAdapter(StrictInt | list[StrictInt] | None)
+PROBE_TOKENS = 64  # of 8, PyTorch's attention on a CPU hides those that are no numbers
+LARGEST_SIZES = {"num_hidden_layers": 1000, "hidden_size": 100_000, "head_dim": 10_000, "num_attention_heads": 10_000}
+LARGEST_RANK = 10_000
 CAUSAL_ARCHITECTURES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
@@ -93,7 +106,7 @@ def load_model(
             model = PeftModel.from_pretrained(base, source)
             check_adapter(model, Path(source))
         check_finite(model, name_or_path)
-        return _placed(model, device)
+        return checked_answers(_placed(model, device), name_or_path)
     if "gguf_file" in options:
         if quantization_config is not None:
             raise InputError(f"{name_or_path}: a GGUF file is quantised already; leave out the quantisation options")
@@ -102,6 +115,8 @@ def load_model(
     with input_errors(name_or_path, "model"):
         if "gguf_file" not in options:
             check_architecture(name_or_path, AutoConfig.from_pretrained(**options))
+            if (Path(source) / GENERATION_CONFIG_NAME).exists():  # a damaged one would be left out in silence
+                GenerationConfig.from_pretrained(source)
         loaded: Any = AutoModelForCausalLM.from_pretrained(  # its annotation knows no `output_loading_info`
             **options,
             dtype=dtype,
@@ -130,14 +145,36 @@ def load_model(
             f"({unknown[0]}, ...); fetch the model again"
         )
     check_finite(model, name_or_path)
+    with input_errors(f"{name_or_path}: eos_token_id of its generation_config.json", "model"):
+        END_TOKENS.validate_python(model.generation_config.eos_token_id)
     if "gguf_file" in options:
         model.name_or_path = model.config._name_or_path = str(source)  # peft and trl look here for an adapter's base
-    return _placed(model, device)
+    return checked_answers(_placed(model, device), name_or_path)
 
 
 def _placed(model: Any, device: torch.device | None) -> Any:
     """On `device`. Quantised weights were loaded to where they are: they cannot be moved."""
     return model if device is None or getattr(model, "is_quantized", False) else model.to(device)
+
+
+def model_checksum(name_or_path: str | Path, revision: str = "main") -> str:
+    """Of the files that make a model what it is, an adapter's base included: about a second per GB."""
+    source, options = locate(name_or_path, revision)
+    if "gguf_file" in options:
+        files = [Path(source)]
+    else:
+        folder = Path(source)
+        if isinstance(source, str):  # of the hub: `locate` has fetched it
+            folder = Path(hf_hub_download(source, "config.json", revision=revision, local_files_only=True)).parent
+        files = [*folder.glob("*.safetensors")] or [*folder.glob("*.bin")]
+        files += [file for name in MODEL_FILES if (file := folder / name).is_file()]
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    if is_adapter(source):
+        digest.update(model_checksum(*base_of_adapter(source)).encode())
+    return digest.hexdigest()[:16]
 
 
 def context_tokens(model: PreTrainedModel) -> int:
@@ -151,7 +188,8 @@ def locate(name_or_path: str | Path, revision: str = "main") -> tuple[str | Path
     A hub id is asked for once, with a time limit that `from_pretrained` lacks; a hub out of reach leaves its cache.
     Raises `InputError` for whatever is not there.
     """
-    path = Path(name_or_path).expanduser()
+    check_texts({"model_name_or_path": str(name_or_path)})  # an adapter's base comes from a file
+    path = Path(os.path.expanduser(name_or_path))
     if not path.exists() and path.parts[-3:] == EMBEDDED_MODEL.parts[-3:]:
         path = EMBEDDED_MODEL
         if not path.exists():
@@ -207,8 +245,10 @@ def base_of_adapter(folder: str | Path) -> tuple[str, str]:
     if not any((folder / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
         raise InputError(f"{folder}: adapter_config.json without adapter_model.safetensors; save the adapter again")
     try:
-        config = json.loads((folder / "adapter_config.json").read_text())
+        config = json.loads(read_text(folder / "adapter_config.json"))
         base, revision = str(config["base_model_name_or_path"]), config.get("revision") or "main"
+        if config.get("r", 0) > LARGEST_RANK:
+            raise InputError(f"{folder}/adapter_config.json: r {config['r']}, expected at most {LARGEST_RANK}")
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{folder}/adapter_config.json: no base_model_name_or_path to be read ({error!r})") from error
     try:
@@ -225,11 +265,20 @@ def base_of_adapter(folder: str | Path) -> tuple[str, str]:
 
 def check_adapter(model: PeftModel, folder: Path) -> None:
     """`InputError` where an adapter's file and the model do not have the same LoRA weights: PEFT only warns."""
+    if getattr(model.peft_config["default"], "layer_replication", None):
+        raise InputError(f"{folder}: an adapter with layer_replication cannot be asked here; merge it into its model")
+    scalings = [
+        scaling for module in model.modules() if isinstance(module, LoraLayer) for scaling in module.scaling.values()
+    ]
+    if not all(map(math.isfinite, scalings)):
+        raise InputError(f"{folder}/adapter_config.json: its scaling (lora_alpha, r, alpha_pattern) is no number")
     file = folder / "adapter_model.safetensors"
-    if not file.is_file():
-        return  # an older .bin
-    with safe_open(file, "pt") as stored:
-        in_file = set(stored.keys())
+    if file.is_file():
+        with safe_open(file, "pt") as stored:
+            in_file = set(stored.keys())
+    else:  # an older one
+        file = folder / "adapter_model.bin"
+        in_file = set(torch.load(file, map_location="cpu", weights_only=True))
     in_model = set(get_peft_model_state_dict(model, save_embedding_layers=False))
     saved_too = {key for key in in_file if key.endswith(("embed_tokens.weight", "lm_head.weight"))}  # on request
     odd = sorted((in_file ^ in_model) - saved_too)
@@ -239,10 +288,28 @@ def check_adapter(model: PeftModel, folder: Path) -> None:
 
 
 def check_finite(model: torch.nn.Module, name: str | Path) -> None:
-    """`InputError` for weights that are no numbers: every answer of such a model is the same."""
-    weights = {weight_name: weight for weight_name, weight in model.named_parameters() if weight.is_floating_point()}
+    """`InputError` for weights or constants that are no numbers: every answer of such a model is the same."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    weights = {weight_name: weight for weight_name, weight in named if weight.is_floating_point()}
     if bad := not_finite(weights):
         raise InputError(f"{name}: {bad} holds values that are no numbers (nan or inf); take another model")
+
+
+@torch.no_grad()
+def checked_answers(model: PreTrainedModel | PeftModel, name: str | Path) -> PreTrainedModel | PeftModel:
+    """`model`; `InputError` where what it makes of a few tokens is no number, or the same for every token.
+
+    Sound weights are not enough: a norm's epsilon or an adapter's scale that is none makes every answer a random one.
+    """
+    with input_errors(name, "model"):
+        ids = torch.arange(PROBE_TOKENS, device=model.device)[None] % model.config.get_text_config().vocab_size
+        logits_TV = model(input_ids=ids).logits[0].float()
+    if not logits_TV.isfinite().all() or (logits_TV == logits_TV[:, :1]).all():
+        raise InputError(
+            f"{name}: its answers are no numbers (nan or inf), or all the same; look at its config.json, adapter_config"
+            ".json and weights, or take another model"
+        )
+    return model
 
 
 @torch.no_grad()
@@ -260,6 +327,10 @@ def check_architecture(name: str | Path, config: object) -> None:
 
     transformers would load an encoder or a reward model as one, too, with an output layer of random numbers.
     """
+    for size, most in LARGEST_SIZES.items():
+        found = getattr(config, size, 0)
+        if isinstance(found, int) and found > most:  # it would take all memory before a weight is read
+            raise InputError(f"{name}: its config.json says {size} {found}, expected at most {most}; fetch it again")
     architectures = getattr(config, "architectures", None) or []
     if architectures and not any(architecture.endswith(CAUSAL_ARCHITECTURES) for architecture in architectures):
         raise InputError(f"{name}: is a {architectures[0]}, not a causal language model; take one that generates text")

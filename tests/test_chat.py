@@ -114,19 +114,34 @@ def test_a_template_that_leaves_the_system_turn_out_does_not_take_one(folders):
     assert not accepts_system_role(tokenizer)
 
 
-def test_a_template_that_leaves_the_user_out_is_refused(folders):
-    """Every state would have one and the same prompt."""
+def test_a_template_of_the_last_turn_alone_takes_both_in_one(folders):
     tokenizer = load_tokenizer(folders["llama"])
-    tokenizer.chat_template = "answer:"
-    with pytest.raises(InputError, match="leaves out what the user says"):
-        fit_to_template(policy_messages(GRID, 0, True), tokenizer)
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    messages = policy_messages(GRID, 0, True)
+    text = tokenizer.decode(Reader(tokenizer).prompt(messages))
+    assert all(message["content"] in text for message in messages)
 
 
-def test_a_broken_template_is_no_missing_system_role(folders):
+BAD_TEMPLATES = {
+    # Every state would have one and the same prompt
+    "answer:": "its chat template leaves out what the user says, or part of it; correct chat_template",
+    "{% for m in messages %}{{ m.content[:30] }}{% endfor %}": "leaves out what the user says, or part of it",
+    "{% for m in messages %}{{ m.content[:2000] }}{% endfor %}": "leaves out what the user says, or part of it",
+    "{% for m in messages %}{{ m.content[-2000:] }}{% endfor %}": "leaves out what the user says, or part of it",
+    "{{ raise_exception('out of order') }}": "its chat template fails: TemplateError: out of order",
+    "{{ foo.bar }}": "its chat template fails: UndefinedError: 'foo' is undefined",
+    "{{ 1/0 }}": "its chat template fails: ZeroDivisionError",
+    "{% include 'x' %}": "its chat template fails: TypeError",
+    "{{ messages[-1].content }}{% if add_generation_prompt %}{{ 1/0 }}{% endif %}": "fails: ZeroDivisionError",
+}
+
+
+@pytest.mark.parametrize("template", BAD_TEMPLATES)
+def test_a_broken_template_is_one_line(template, folders):
     tokenizer = load_tokenizer(folders["llama"])
-    tokenizer.chat_template = "{{ raise_exception('out of order') }}"
-    with pytest.raises(Exception, match="out of order"):
-        accepts_system_role(tokenizer)
+    tokenizer.chat_template = template
+    with pytest.raises(InputError, match=f"^{folders['llama']}: .*{BAD_TEMPLATES[template]}"):
+        Reader(tokenizer).prompt(policy_messages(GRID, 0, True))
 
 
 PROMPT_ERRORS = [
@@ -158,6 +173,14 @@ PROMPTS = [policy_messages(GRID, state, True) for state in acting_states(GRID)]
 def test_the_reader_fits_its_prompts_to_the_template(architecture, tokenizers):
     tokenizer = tokenizers[architecture]
     assert Reader(tokenizer).prompt(PROMPTS[3]) == prompt_token_ids(fit_to_template(PROMPTS[3], tokenizer), tokenizer)
+
+
+@pytest.mark.parametrize("name", ["eos_token", "pad_token", "additional_special_tokens"])
+def test_a_token_that_the_model_does_not_have_is_one_line(name, folders):
+    model, tokenizer = load_model(folders["llama"], dtype="float32"), load_tokenizer(folders["llama"])
+    tokenizer.add_special_tokens({name: ["row"] if name.endswith("s") else "<zz>"})
+    with pytest.raises(InputError, match=r"its tokenizer makes the token 392, and its model has 392"):
+        Reader(tokenizer).completions(model, PROMPTS[:1])
 
 
 def test_greedy_answers_do_not_depend_on_how_they_are_batched(folders, tokenizers):

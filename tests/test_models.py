@@ -23,7 +23,7 @@ from trl import ModelConfig, get_peft_config
 
 from llm_policy import models
 from llm_policy.errors import InputError
-from llm_policy.models import EMBEDDED_MODEL, load_model, load_tokenizer
+from llm_policy.models import EMBEDDED_MODEL, load_model, load_tokenizer, model_checksum
 
 TOKENS = torch.tensor([[5, 6, 7, 8, 9, 40, 41, 42]])
 
@@ -215,6 +215,12 @@ def drop_weight(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+def zero_weights(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    save_file(zeros, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def make_file(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.write_text("")
@@ -253,6 +259,37 @@ DAMAGES = {
     "a weight that is no number": (
         lambda folder: change_weight(folder / "model.safetensors", "q_proj.weight", no_number),
         r"model.layers.0.self_attn.q_proj.weight holds values that are no numbers",
+    ),
+    "a norm that is no number": (
+        lambda folder: edit_json(folder / "config.json", rms_norm_eps=float("nan")),
+        r"its answers are no numbers \(nan or inf\), or all the same; look at its config.json",
+    ),
+    "positions that are no numbers": (
+        lambda folder: edit_json(
+            folder / "config.json", rope_parameters={"rope_theta": float("nan"), "rope_type": "default"}
+        ),
+        "rotary_emb.inv_freq holds values that are no numbers",
+    ),
+    "all weights zero": (zero_weights, r"its answers are no numbers \(nan or inf\), or all the same"),
+    "more layers than memory": (
+        lambda folder: edit_json(folder / "config.json", num_hidden_layers=10**6),
+        "its config.json says num_hidden_layers 1000000, expected at most 1000",
+    ),
+    "generation settings that are no text": (
+        lambda folder: (folder / "generation_config.json").write_bytes(b"\xff\xfe"),
+        "generation_config.json' is not a valid JSON file",
+    ),
+    "empty generation settings": (
+        lambda folder: (folder / "generation_config.json").write_text(""),
+        "generation_config.json' is not a valid JSON file",
+    ),
+    "an end that is no token": (
+        lambda folder: edit_json(folder / "generation_config.json", eos_token_id="x"),
+        "eos_token_id of its generation_config.json",
+    ),
+    "ends that are no tokens": (
+        lambda folder: edit_json(folder / "generation_config.json", eos_token_id=[[1]]),
+        "eos_token_id of its generation_config.json",
     ),
     "no folder": (shutil.rmtree, "no such folder"),
     "a file": (make_file, "is a file"),
@@ -297,6 +334,41 @@ ADAPTER_DAMAGES = {
     "no base named": (lambda folder: (folder / "adapter_config.json").write_text("{}"), "base_model_name_or_path"),
     "no weights": (lambda folder: (folder / "adapter_model.safetensors").unlink(), r"without adapter_model\.safe"),
     "cut weights": (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\0" * 99), "cannot be loaded"),
+    "an older file that fits nothing": (
+        lambda folder: (
+            (folder / "adapter_model.safetensors").unlink(),
+            torch.save({"x": torch.zeros(1)}, folder / "adapter_model.bin"),
+        ),
+        "adapter_model.bin: does not belong to its adapter_config.json",
+    ),
+    "a scaling that is no number": (
+        lambda folder: edit_json(folder / "adapter_config.json", lora_alpha=float("nan")),
+        r"adapter_config.json: its scaling \(lora_alpha, r, alpha_pattern\) is no number",
+    ),
+    "a scaling of one module that is none": (
+        lambda folder: edit_json(folder / "adapter_config.json", alpha_pattern={"q_proj": float("inf")}),
+        r"adapter_config.json: its scaling \(lora_alpha, r, alpha_pattern\) is no number",
+    ),
+    "a scaling that drowns the model": (
+        lambda folder: edit_json(folder / "adapter_config.json", lora_alpha=1e30),
+        "its answers are no numbers|holds values that are no numbers",
+    ),
+    "layers twice": (
+        lambda folder: edit_json(folder / "adapter_config.json", layer_replication=[[0, 2], [1, 2]]),
+        "with layer_replication cannot be asked here|cannot be loaded",
+    ),
+    "a rank that no memory holds": (
+        lambda folder: edit_json(folder / "adapter_config.json", r=10**6),
+        "r 1000000, expected at most 10000",
+    ),
+    "a base whose name no disk holds": (
+        lambda folder: edit_json(folder / "adapter_config.json", base_model_name_or_path="x" * 300),
+        "a name of 300 bytes",
+    ),
+    "a base in the home of nobody": (
+        lambda folder: edit_json(folder / "adapter_config.json", base_model_name_or_path="~nosuchuser/x"),
+        "~nosuchuser/x: no such folder",
+    ),
     "other rank": (lambda folder: edit_json(folder / "adapter_config.json", r=2), "cannot be loaded"),
 }
 
@@ -329,6 +401,26 @@ def test_whatever_a_file_holds_the_answer_is_one_line_or_a_model(name, text, bro
     assert all("\n" not in line and str(folder) in line for line in lines)
     may_do = {"generation_config.json", "tokenizer_config.json"}  # with one of these alone a model can be read
     assert lines or Path(name).name in may_do
+
+
+def test_an_older_adapter_file_that_fits_is_loaded(llama, tmp_path):
+    saved = save_adapter(llama, tmp_path)
+    torch.save(load_file(tmp_path / "adapter_model.safetensors"), tmp_path / "adapter_model.bin")
+    (tmp_path / "adapter_model.safetensors").unlink()
+    torch.testing.assert_close(load_model(tmp_path, "float32")(TOKENS).logits, saved(TOKENS).logits)
+
+
+def test_a_checksum_covers_the_weights_the_words_and_the_base(broken, tmp_path):
+    found = [model_checksum(broken), model_checksum(broken)]
+    save_adapter(broken, tmp_path / "adapter")
+    found += [model_checksum(tmp_path / "adapter")]
+    (broken / "README.md").write_text("says nothing of what the model is")
+    assert model_checksum(broken) == found[0] == found[1]
+    change_weight(broken / "model.safetensors", "q_proj.weight", lambda weights, name: weights[name].mul_(2))
+    found += [model_checksum(broken), model_checksum(tmp_path / "adapter")]
+    (broken / "chat_template.jinja").write_text("{{ messages }}")
+    found += [model_checksum(broken)]
+    assert len(set(found)) == 5
 
 
 @pytest.mark.parametrize("case", ADAPTER_DAMAGES)
