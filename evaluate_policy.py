@@ -24,6 +24,7 @@ from transformers import set_seed
 
 from llm_policy.adapters import quantization_of
 from llm_policy.chat import Reader, check_prompt
+from llm_policy.checkpoints import check_finished
 from llm_policy.command_line import parse_arguments
 from llm_policy.environments.judge import BASELINES, PICTURE_FILE, is_baseline
 from llm_policy.errors import InputError, run_script
@@ -161,7 +162,10 @@ def judge_policies(arguments: EvaluationArguments) -> Comparison:
     set_seed(arguments.seed)
     if threads := take_granted_threads():
         print(threads)
-    runs = {name: run_settings(name) for name in arguments.policies if not is_baseline(name)}
+    models = [name for name in arguments.policies if not is_baseline(name)]
+    for name in models:
+        check_finished(Path(name))
+    runs = {name: run_settings(name) for name in models}
     shared = shared_settings(runs, arguments)
 
     # Every policy answers

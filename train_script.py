@@ -29,7 +29,7 @@ from trl import GRPOConfig, ModelConfig
 
 from llm_policy import adapters, run_files
 from llm_policy.chat import Reader, reply_token_ids
-from llm_policy.checkpoints import checkpoint_to_resume_from, supersede
+from llm_policy.checkpoints import COMPLETE_MARK, check_finished, checkpoint_to_resume_from, supersede, write_list
 from llm_policy.command_line import asks_for_help, parse_arguments, read_option
 from llm_policy.errors import EXIT_INPUT_ERROR, OPTION_ERRORS, InputError, disk_errors, library_errors, run_script
 from llm_policy.grpo import arguments as rules
@@ -38,8 +38,9 @@ from llm_policy.grpo.diagnostics import MetricsFile, PolicyDiagnostics
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.grpo.warm_start import warm_started
 from llm_policy.hardware import device_text, take_granted_threads
-from llm_policy.models import context_tokens, load_tokenizer
+from llm_policy.models import context_tokens, load_tokenizer, model_checksum
 from llm_policy.number_format import number_format
+from llm_policy.reading import read_text
 from tasks import Judge, Task, task_module
 
 CONFIGS = {  # task: on a GPU, without one
@@ -48,6 +49,10 @@ CONFIGS = {  # task: on a GPU, without one
     "piqa": ("piqa_llama_8b", "piqa_laptop"),
 }
 UNTRAINED_FILE, ANSWERS_FILE = "untrained.json", "answers.json"
+FINISHED = (
+    run_files.CONFIG_FILE, run_files.RUN_FILE, run_files.METRICS_FILE, run_files.RESULT_FILE, run_files.EVALUATION_FILE,
+    "adapter_config.json", "adapter_model.safetensors",
+)  # fmt: skip
 STANDS_ON = (run_files.METRICS_FILE, UNTRAINED_FILE, lifecycle.WARM_START_FOLDER)  # what a resumed run needs besides
 
 
@@ -125,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_files.check_same_run(output_dir, options.groups, may_differ)
     run_files.check_output_dir(output_dir, resumes=training.resume_from_checkpoint is not None)
     if is_finished:
+        check_finished(output_dir)
         print(run_files.finished_text(output_dir), end="")
         return 0
     with run_files.only_process_in(output_dir):
@@ -152,12 +158,20 @@ def train(options: Options) -> int:
         print("no errors" if is_clean else "errors: see above")
         return 0 if is_clean else EXIT_INPUT_ERROR
 
+    # A resumed run goes on with what it was begun with
+    made_from = {
+        "data": run_files.checksum([task.rows if task.source is None else task.source, task.judge.settings]),
+        "model": model_checksum(options.model.model_name_or_path, options.model.model_revision),
+    }
+    run_files.check_made_from(output_dir, made_from)
+
     # From here on the run has files
     stop.leave_if_received(f"before the first step: {lifecycle.RESUME} begins again")
     if resume and training.resume_from_checkpoint != "auto":
         supersede(resume)
         (output_dir / run_files.EVALUATION_FILE).unlink(missing_ok=True)
-    write_run_files(options, task.judge, on_adapter=bool(folders))
+    (output_dir / COMPLETE_MARK).unlink(missing_ok=True)
+    write_run_files(options, task.judge, on_adapter=bool(folders), made_from=made_from)
 
     # The untrained model, for comparison
     stop.at_once = True
@@ -212,6 +226,7 @@ def train(options: Options) -> int:
     run_files.write_whole(output_dir / run_files.RESULT_FILE, f"{comparison.text}{verdict}\n")
     comparison.save(output_dir)
     files = sorted(path.name for path in output_dir.iterdir() if path.is_file() and not path.name.startswith("."))
+    write_list(output_dir, [output_dir / name for name in FINISHED])
     print(f"{verdict}\nsaved {output_dir}: {', '.join(files)}")
     return 0
 
@@ -234,7 +249,7 @@ def check_data(task: Task, options: Options, context_tokens: int) -> bool:
     return not errors
 
 
-def write_run_files(options: Options, judge: Judge, on_adapter: bool) -> None:
+def write_run_files(options: Options, judge: Judge, on_adapter: bool, made_from: dict[str, str]) -> None:
     """resolved_config.yaml and run.json, with all that evaluate_policy.py needs to judge the run again."""
     training, is_quantised = options.training, options.model.load_in_4bit or options.model.load_in_8bit
     settings = {
@@ -244,6 +259,7 @@ def write_run_files(options: Options, judge: Judge, on_adapter: bool) -> None:
         "dtype": adapters.loading_options(options.model)["dtype"],
         **{name: getattr(options.model, name) for name in adapters.QUANTIZATION if is_quantised},
         "on_adapter": on_adapter,
+        "made_from": made_from,
     }
     device = device_text(on_gpu=training.device.type == "cuda")
     run_files.write_run_files(
@@ -254,10 +270,9 @@ def write_run_files(options: Options, judge: Judge, on_adapter: bool) -> None:
 def kept_answers(which: str, model: PreTrainedModel, judge: Judge, file: Path) -> dict:
     """What the model answers before GRPO; kept in `file`, so that a resumed run shows the same row."""
     try:
-        answers = json.loads(file.read_bytes())
-    except (FileNotFoundError, ValueError):  # cut: judged again
-        answers = None
-    if not isinstance(answers, dict):  # an older version kept a list
+        answers = json.loads(read_text(file))
+        judge.judgement(answers)
+    except (FileNotFoundError, InputError, *OPTION_ERRORS):  # cut, or an older version's: judged again
         print(f"judging the {which} model", flush=True)
         answers = judge.answers(model)
         run_files.write_whole(file, json.dumps(answers))

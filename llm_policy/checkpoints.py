@@ -1,4 +1,4 @@
-"""Which checkpoints are whole: a kill in the middle of a write costs the steps since the last one and no more.
+"""Which checkpoints and finished runs are whole: a kill in the middle of a write costs the steps since the last one.
 
 A checkpoint ends with a list of all that a resumed run needs, with sizes and checksums. So a run that resumes ends as
 one that was never stopped, or says which file is gone or changed, whatever happened to the disk in between.
@@ -8,18 +8,19 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pydantic import TypeAdapter
 from transformers.trainer import TRAINER_STATE_NAME
 
 from llm_policy.errors import WRITE_ERRORS, InputError, writing
-from llm_policy.run_files import write_whole
+from llm_policy.run_files import EVALUATION_FILE, JUDGE_AGAIN, write_whole
 
 COMPLETE_MARK = "COMPLETE"  # the list
+BEGUN_MARK = "COMPLETE.partial"  # until the list is written
 LISTED = TypeAdapter(dict[str, tuple[int, str]])
-"""File, as seen from the run's folder -> (bytes, their SHA-256)."""
+"""File, as seen from the list's own folder -> (bytes, their SHA-256)."""
 GROWING = ".jsonl"  # logs: what is listed of them is their beginning
 
 
@@ -32,26 +33,40 @@ def written_whole(folder: Path, stands_on: Iterable[Path] = ()) -> Iterator[None
     Args:
         stands_on: files and folders beside it that a run needs as well to resume from it; those that exist are listed.
     """
-    (folder / COMPLETE_MARK).unlink(missing_ok=True)
+    _unmark(folder)
     marked = _marked(folder.parent)
     survivor = f"{marked[max(marked)].name} survives" if marked else "there is no earlier one"
     with writing(folder, f"{survivor}. Free disk space, then --resume_from_checkpoint auto"):
         try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / BEGUN_MARK).touch()
             yield
-            listed = {}
-            for path in (folder, *stands_on):
-                files = sorted(path.rglob("*")) if path.is_dir() else [path]
-                for file in filter(Path.is_file, files):
-                    size = file.stat().st_size
-                    listed[str(file.relative_to(folder.parent))] = (size, _sha256(file, size))
-            write_whole(folder / COMPLETE_MARK, LISTED.dump_json(listed, indent=1).decode())
+            write_list(folder, [folder, *stands_on])
         except WRITE_ERRORS:
             shutil.rmtree(folder, ignore_errors=True)
             raise
 
 
+def write_list(folder: Path, paths: Iterable[Path]) -> None:
+    """Mark `folder` complete: the list of `paths`, of whole folders among them, with what is there now."""
+    listed = {}
+    for path in paths:
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if file.is_file() and file.name != BEGUN_MARK:
+                size = file.stat().st_size
+                listed[os.path.relpath(file, folder)] = (size, _sha256(file, size))
+    write_whole(folder / COMPLETE_MARK, LISTED.dump_json(listed, indent=1).decode())
+
+
+def check_finished(output_dir: Path) -> None:
+    """`InputError` where a file of a finished run is not as the run left it. One from before the list passes."""
+    is_listed = all((output_dir / name).exists() for name in (EVALUATION_FILE, COMPLETE_MARK))
+    if is_listed and (wrong := damage(output_dir)):
+        raise InputError(f"{wrong}; put the old file back, or {JUDGE_AGAIN}")
+
+
 def damage(folder: Path) -> str | None:
-    """What is wrong with a folder that `written_whole` has marked, or with what it stands on; None if nothing is."""
+    """What is wrong with a folder that has a list, or with what it stands on; None if nothing is."""
     mark = folder / COMPLETE_MARK
     try:
         listed = LISTED.validate_json(mark.read_bytes())
@@ -60,7 +75,7 @@ def damage(folder: Path) -> str | None:
     if not listed:
         return f"{mark}: lists no file"
     for name, (size, sha256) in listed.items():
-        file = folder.parent / name
+        file = Path(os.path.normpath(folder / name))
         if not file.is_file():
             return f"{file}: is gone"
         found = file.stat().st_size
@@ -102,15 +117,24 @@ def latest_checkpoint(output_dir: Path) -> Path | None:
 
 def _marked(output_dir: Path) -> dict[int, Path]:
     """Steps -> checkpoint that was written to its end."""
-    return {steps: path for steps, path in _numbered(output_dir).items() if (path / COMPLETE_MARK).exists()}
+    return {steps: path for steps, path in _numbered(output_dir).items() if _is_marked(path)}
+
+
+def _is_marked(folder: Path) -> bool:
+    return (folder / COMPLETE_MARK).is_file()
 
 
 def supersede(checkpoint: Path) -> None:
     """A run resumes from `checkpoint`: those after it count as incomplete until they are written again."""
     for steps, path in _numbered(checkpoint.parent).items():
         if steps > int(checkpoint.name.removeprefix("checkpoint-")):
-            (path / COMPLETE_MARK).unlink(missing_ok=True)
+            _unmark(path)
     os.utime(checkpoint)  # transformers rotates by age
+
+
+def _unmark(folder: Path) -> None:
+    if (folder / COMPLETE_MARK).exists():
+        (folder / COMPLETE_MARK).replace(folder / BEGUN_MARK)
 
 
 def remove_incomplete(output_dir: Path) -> None:
@@ -118,6 +142,22 @@ def remove_incomplete(output_dir: Path) -> None:
     for path in _numbered(output_dir).values():
         if not (path / COMPLETE_MARK).exists():
             shutil.rmtree(path, ignore_errors=True)
+
+
+def check_own(output_dir: Path) -> None:
+    """`InputError` for a file in a checkpoint that the run did not write: it would be deleted with the checkpoint."""
+    lists: dict[Path, set[str]] = {}
+    for path in _numbered(output_dir).values():
+        if not (path / BEGUN_MARK).exists():  # half written: all of it is ours
+            with suppress(ValueError):  # no list of files: `damage` says so
+                lists[path] = (
+                    set(LISTED.validate_json((path / COMPLETE_MARK).read_bytes())) if _is_marked(path) else set()
+                )
+    for path, listed in lists.items():
+        known = listed or set().union(*lists.values())  # a kill while it was deleted leaves it without its list
+        for file in path.rglob("*"):
+            if file.is_file() and str(file.relative_to(path)) not in {COMPLETE_MARK, *known}:
+                raise InputError(f"{file}: is no file of the run, which deletes old checkpoints; move it away")
 
 
 def _numbered(output_dir: Path) -> dict[int, Path]:
@@ -130,6 +170,7 @@ def checkpoint_to_resume_from(output_dir: Path, resume: str | None) -> Path | No
     """What `resume` names, or with `auto` the latest complete one; None: from the beginning."""
     if resume is None:
         return None
+    check_own(output_dir)
     if resume == "auto":
         remove_incomplete(output_dir)
         checkpoint = latest_checkpoint(output_dir)

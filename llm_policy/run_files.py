@@ -1,11 +1,13 @@
 """What every run leaves in its folder, and who may write there: resolved configuration, run.json, one lock."""
 
+import hashlib
 import json
 import platform
+import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import MISSING, fields
@@ -19,13 +21,17 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 
 from llm_policy.errors import InputError, writing
-from llm_policy.reading import read_yaml
+from llm_policy.reading import read_text, read_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG_FILE, RUN_FILE, METRICS_FILE = "resolved_config.yaml", "run.json", "metrics.jsonl"
 EVALUATION_FILE, RESULT_FILE, TABLE_FILE = "evaluation.json", "result.txt", "evaluation.md"
+OUR_FOLDERS = re.compile(r"checkpoint-\d+|grpo|warm_start|runs")
+OUR_SUFFIXES = {".json", ".jsonl", ".txt", ".md", ".png", ".yaml", ".safetensors", ".jinja", ".partial"}
+LARGEST_JSON = 100_000_000  # bytes
 HANDED_OVER = {"untrained.json", "minutes.txt"}  # by results/run.py, before a run has files of its own
 DERIVED = {"generation_batch_size"}  # fields that a dataclass computes from others and does not take back
+JUDGE_AGAIN = f"delete {EVALUATION_FILE} there to judge it again"
 OTHER_RUN = "name another folder, or delete the file and train again"
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "gymnasium", "numpy", "pandas")
 
@@ -52,6 +58,8 @@ def _is_plain(value) -> bool:
 def write_whole(path: Path, text: str) -> None:
     """Write a file of which no half is ever seen, whenever we are killed."""
     partial = path.with_suffix(".partial")
+    if partial.is_symlink():  # to another's file
+        partial.unlink()
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
@@ -82,11 +90,15 @@ def check_output_dir(output_dir: Path, resumes: bool, own: Collection[str] = ())
     """The gate before any script writes to a folder: nothing is overwritten but what the script itself has written.
 
     `InputError` for a file, for a folder that holds a run where none is to be resumed, and for one that holds something
-    else: a model, another run's checkpoint, files of the user's own.
+    else: a model, another run's checkpoint, files of the user's own. Also for one inside a run's checkpoint, because
+    that run deletes it, and for one where a name of ours is of another kind: a folder metrics.jsonl, a pipe.
 
     Args:
-        own: the files of a script that makes no run, which it may write again.
+        own: the files of a script that makes no run, which it may write again beside its `EVALUATION_FILE`.
     """
+    for parent in output_dir.absolute().parents:
+        if re.fullmatch(r"checkpoint-\d+", parent.name) and (parent.parent / CONFIG_FILE).exists():
+            raise InputError(f"--output_dir {output_dir}: lies in a checkpoint of another run; choose another folder")
     if not output_dir.exists():
         return
     if not output_dir.is_dir():
@@ -95,20 +107,25 @@ def check_output_dir(output_dir: Path, resumes: bool, own: Collection[str] = ())
     if not resumes and (CONFIG_FILE in names or any(output_dir.glob("checkpoint-*"))):
         resume = "" if own else ", delete it, or resume it with --resume_from_checkpoint auto"
         raise InputError(f"--output_dir {output_dir}: holds another run; choose another folder{resume}")
-    # A lock, or what a killed process was writing
-    strange = names - {*own, *HANDED_OVER}
-    others = sorted(name for name in strange if not name.startswith(".") and not name.endswith(".partial"))
+    strange = names - {*(own if EVALUATION_FILE in names else ()), *HANDED_OVER, ".lock"}
+    others = sorted(name for name in strange if not name.endswith(".partial"))  # what a killed process was writing
     if others and CONFIG_FILE not in names:
         raise InputError(f"--output_dir {output_dir}: holds {others[0]}, but no run; name a new or an empty folder")
+    for path in sorted(output_dir.iterdir()):
+        is_folder = OUR_FOLDERS.fullmatch(path.name)
+        if not (path.is_dir() if is_folder else path.is_file() or path.suffix not in OUR_SUFFIXES):
+            expected = "a folder" if is_folder else "a regular file"
+            raise InputError(f"--output_dir {output_dir}: {path.name} is not {expected}; delete it or move it away")
 
 
 def finished_text(output_dir: Path) -> str:
     """What a finished run printed at its end; `InputError` where that is gone."""
     try:
-        return f"{output_dir} holds a finished run:\n{(output_dir / RESULT_FILE).read_text(encoding='utf-8')}"
+        if text := read_text(output_dir / RESULT_FILE):
+            return f"{output_dir} holds a finished run:\n{text}"
+        raise ValueError("is empty")
     except (OSError, ValueError) as error:
-        remedy = f"delete {EVALUATION_FILE} there to judge it again"
-        raise InputError(f"{output_dir / RESULT_FILE}: cannot be read ({error}); {remedy}") from error
+        raise InputError(f"{output_dir / RESULT_FILE}: cannot be read ({error}); {JUDGE_AGAIN}") from error
 
 
 def check_same_run(output_dir: Path, groups: Sequence, may_differ: Collection[str]) -> None:
@@ -128,6 +145,22 @@ def check_same_run(output_dir: Path, groups: Sequence, may_differ: Collection[st
             raise InputError(
                 f"--{name} {now.get(name, '(its default)')}: {output_dir} was begun with "
                 f"{begun.get(name, 'the default')}; resume with that, or choose another --output_dir"
+            )
+
+
+def checksum(content: object) -> str:
+    """Of what JSON can say."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+
+
+def check_made_from(output_dir: Path, made_from: Mapping[str, str]) -> None:
+    """`InputError` where a run was begun with other data or another model than lie there now, under the same names."""
+    begun = run_settings(output_dir).get("made_from", {})  # runs from before this was written have none
+    for what, now in made_from.items():
+        if begun.get(what, now) != now:
+            raise InputError(
+                f"--output_dir {output_dir}: the {what} changed since the run was begun; put the old files back, or "
+                "choose another folder"
             )
 
 
@@ -194,16 +227,22 @@ class RunSettings(BaseModel, strict=True, extra="allow"):
     bnb_4bit_quant_type: str = "nf4"
     use_bnb_nested_quant: bool = False
     on_adapter: bool = False
+    made_from: dict[str, str] = {}
     resumed: list[dict[str, str]] = []
 
 
 def run_settings(name: str | Path) -> dict:
-    """What run.json in the folder `name` says; nothing for what is no run's folder. `InputError` for a damaged one."""
+    """What run.json in the folder `name` says; nothing for what is no run's folder.
+
+    `InputError` for a damaged one, and where the run's other files are there without it.
+    """
     path = Path(name) / RUN_FILE
-    if not path.is_file():
+    if not path.exists():
+        if (Path(name) / EVALUATION_FILE).exists() and (Path(name) / CONFIG_FILE).exists():
+            raise InputError(f"{path}: is gone, and it says what the run is judged on; put it back, or {OTHER_RUN}")
         return {}
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_text(path, most=LARGEST_JSON))
         RunSettings.model_validate(found)
     except ValidationError as error:
         first = error.errors()[0]
@@ -211,4 +250,6 @@ def run_settings(name: str | Path) -> dict:
         raise InputError(f"{path}: {where} {first['input']!r:.80}: {first['msg']}; {OTHER_RUN}") from error
     except ValueError as error:
         raise InputError(f"{path}: is no JSON ({error}); {OTHER_RUN}") from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error}); {OTHER_RUN}") from error
     return found

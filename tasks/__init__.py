@@ -85,6 +85,7 @@ class Task:
         guess: row -> a likely reply. Sampling then scores the whole reply in one pass; the samples stay the same.
         reward_lines: for the chart, what policies that do not read the prompt would earn, by name.
         shown: metrics of the judge that stand in the line per step: name in the log -> label.
+        source: all that the data holds, fit for JSON, where `rows` are drawn from it; a resumed run needs the same.
         lint: context tokens -> findings about data and prompts, errors first.
     """
 
@@ -99,6 +100,7 @@ class Task:
     guess: Callable[[dict], str] | None = None
     reward_lines: Callable[[Sequence[float]], dict[str, float]] | None = None
     shown: Mapping[str, str] = field(default_factory=dict)
+    source: object = None
     lint: Callable[[int], list] | None = None
 
 

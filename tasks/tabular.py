@@ -237,7 +237,7 @@ def table_task(
             zip(states, expert["q_values"], prompts, strict=True)
         )
     ]
-    rows = drawn_rows(rows, training, arguments.balance_actions)
+    all_rows, rows = rows, drawn_rows(rows, training, arguments.balance_actions)
 
     def action_rewards(rows: list[dict], weights: Sequence[float]) -> np.ndarray:
         return well_formed_rewards([row["q_values"] for row in rows], shaping, weights)
@@ -277,6 +277,7 @@ def table_task(
         guess=lambda row: words.reply(*states[row["row"]], 0),
         reward_lines=reward_lines,
         shown={"policy/success_probability": "success", "policy/optimal_states": "optimal states"},
+        source=all_rows,
         lint=findings,
     )
 

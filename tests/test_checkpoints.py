@@ -1,4 +1,5 @@
 import errno
+import shutil
 
 import pytest
 from safetensors import SafetensorError
@@ -118,7 +119,6 @@ def test_whatever_happens_to_what_it_stands_on_is_found(name, how, tmp_path):
     (stands_on[0] / "report.json").write_text("{}")
     stands_on[1].write_text("a line\n")
     with written_whole(tmp_path / "checkpoint-5", stands_on):
-        (tmp_path / "checkpoint-5").mkdir()
         for file in ("adapter.safetensors", "optimizer.pt"):
             (tmp_path / "checkpoint-5" / file).write_text("whole")
     assert damage(tmp_path / "checkpoint-5") is None
@@ -153,12 +153,49 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_it_taken(tmp_path, caps
     assert not (tmp_path / "checkpoint-15").exists()
 
 
-def test_where_none_is_whole_nothing_begins_again_by_itself(tmp_path):
+FOREIGN = {
+    # file in a run with the whole checkpoints 5 and 10 -> whether it is the run's
+    "checkpoint-99/thesis.txt": False,
+    "checkpoint-10/thesis.txt": False,
+    "checkpoint-10/nested/run.json": False,
+    # deleted in part when the run was killed
+    "checkpoint-3/optimizer.pt": True,
+    # being written when the run was killed
+    "checkpoint-15/COMPLETE.partial": True,
+    "checkpoint-5-best/thesis.txt": True,
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_no_file_of_others_is_deleted_with_a_checkpoint(name, tmp_path):
+    for steps in (5, 10):
+        write(tmp_path / f"checkpoint-{steps}")
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).touch()
+    if FOREIGN[name]:
+        assert checkpoint_to_resume_from(tmp_path, "auto") == tmp_path / "checkpoint-10"
+    else:
+        with pytest.raises(InputError, match=f"^{tmp_path / name}: is no file of the run.* move it away$"):
+            checkpoint_to_resume_from(tmp_path, "auto")
+        assert (tmp_path / name).exists()
+
+
+def test_a_copied_checkpoint_is_checked_by_its_own_files(tmp_path):
+    """The list named those of the original."""
     write(tmp_path / "checkpoint-5")
+    shutil.copytree(tmp_path / "checkpoint-5", tmp_path / "checkpoint-10")
+    assert damage(tmp_path / "checkpoint-10") is None
+    (tmp_path / "checkpoint-10/optimizer.pt").write_text("other")
+    assert damage(tmp_path / "checkpoint-10") == f"{tmp_path}/checkpoint-10/optimizer.pt: is not as it was written"
+
+
+def test_where_none_is_whole_nothing_begins_again_by_itself(tmp_path):
+    with written_whole(tmp_path / "checkpoint-5"):
+        for name in ("optimizer.pt", "trainer_state.json"):
+            (tmp_path / "checkpoint-5" / name).write_text("{}")
     (tmp_path / "checkpoint-5/optimizer.pt").write_text("other")
     with pytest.raises(InputError, match=r"none of its checkpoints is whole .*optimizer.pt: is not as it was written"):
         checkpoint_to_resume_from(tmp_path, "auto")
-    (tmp_path / "checkpoint-5/trainer_state.json").write_text("{}")
     with pytest.raises(InputError, match=r"checkpoint-5: .*optimizer.pt: is not as it was written; try auto"):
         checkpoint_to_resume_from(tmp_path, str(tmp_path / "checkpoint-5"))
 

@@ -25,11 +25,12 @@ from safetensors.torch import load_file
 from test_train_script import metrics_of, small_run
 from transformers import Trainer, TrainerState
 
+import evaluate_policy
 import llm_policy.checkpoints
 import llm_policy.grpo.warm_start
 import tasks.tabular
 import train_script
-from llm_policy.checkpoints import checkpoint_to_resume_from, latest_checkpoint
+from llm_policy.checkpoints import check_finished, checkpoint_to_resume_from, latest_checkpoint
 from llm_policy.errors import DISK_WORDS, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, InputError, run_script
 from llm_policy.grpo.diagnostics import MetricsFile
 from llm_policy.run_files import ROOT
@@ -516,6 +517,58 @@ def test_a_run_with_a_damaged_checkpoint_ends_as_one_that_was_never_killed(kille
     assert run(resumed, tmp_path / "plain.log") == 0, (tmp_path / "plain.log").read_text()
     assert f"{out}/checkpoint-2/optimizer.pt: is gone; checkpoint-2 is left out" in (tmp_path / "plain.log").read_text()
     assert_same_end(out, never_interrupted("plain"))
+
+
+def change_expert(arguments: list[str], out: Path) -> None:
+    csv = Path(arguments[arguments.index("--expert_csv") + 1])
+    csv.write_text(csv.read_text().replace("0.5", "0.6"))
+
+
+def change_model(arguments: list[str], out: Path) -> None:
+    weights = Path(arguments[arguments.index("--model_name_or_path") + 1]) / "model.safetensors"
+    DAMAGE["changed"](weights)
+
+
+@pytest.mark.parametrize(("change", "what"), [(change_expert, "data"), (change_model, "model")])
+def test_a_run_is_not_resumed_with_another_expert_or_model(change, what, answering_llama, tmp_path):
+    """It was trained half on the one and half on the other."""
+    model, csv, log = tmp_path / "model", tmp_path / "expert.csv", tmp_path / "plain.log"
+    shutil.copytree(answering_llama, model)
+    shutil.copy(ROOT / "expert_demos_batched_avg_q.csv", csv)
+    out, more = tmp_path / "out", ["--expert_csv", str(csv), *NO_PICTURES, *EVERY_STEP]
+    arguments = small_run(model, out, *more)
+    assert run(arguments, log, killed_at_step(2 + 2)) == KILLED
+    change(arguments, out)
+    assert run([*arguments, "--resume_from_checkpoint", "auto"], log) == EXIT_INPUT_ERROR
+    assert f"error: --output_dir {out}: the {what} changed since the run was begun; put the old" in log.read_text()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"policies": [[1]], "format_validity": 1}'])
+@pytest.mark.parametrize("name", ["untrained.json", "warm_start/answers.json"])
+def test_answers_that_were_damaged_are_asked_for_again(name, text, never_interrupted, answering_llama, tmp_path):
+    """They ended in a traceback after the training."""
+    out, log = tmp_path / "out", tmp_path / "plain.log"
+    arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["plain"])
+    assert run(arguments, log, killed_at_step(2 + 1)) == KILLED
+    (out / name).write_text(text)
+    assert run([*arguments, "--resume_from_checkpoint", "auto"], log) == 0, log.read_text()
+    assert_same_end(out, never_interrupted("plain"))
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("name", train_script.FINISHED)
+def test_a_finished_run_that_was_damaged_is_one_line(name, how, never_interrupted, tmp_path):
+    """It was shown, and judged, as if nothing were wrong."""
+    out = shutil.copytree(never_interrupted("plain"), tmp_path / "out")
+    check_finished(out)
+    DAMAGE[how](out / name)
+    if name == "evaluation.json" and how == "gone":
+        check_finished(out)  # is how a run is judged again
+    else:
+        with pytest.raises(InputError, match=f"^{out / name}: is .*; put the old file back, or delete evaluation.json"):
+            check_finished(out)
+        with pytest.raises(InputError, match=f"{out / name}: "):
+            evaluate_policy.main(["--policies", str(out)])
 
 
 @pytest.mark.parametrize("gone", ["warm_start", "resolved_config.yaml"])

@@ -22,8 +22,10 @@ from llm_policy.run_files import (
     ROOT,
     RUN_FILE,
     RunSettings,
+    check_made_from,
     check_output_dir,
     check_same_run,
+    checksum,
     finished_text,
     only_process_in,
     resolved_config,
@@ -149,6 +151,29 @@ def test_settings_of_what_is_no_run(tmp_path):
         run_settings(tmp_path)
 
 
+def test_a_run_whose_run_file_is_gone_or_a_pipe_is_one_line(tmp_path):
+    """It was judged on the default lake."""
+    (tmp_path / CONFIG_FILE).touch()
+    assert run_settings(tmp_path) == {}, "killed before it was written"
+    (tmp_path / "evaluation.json").touch()
+    with pytest.raises(InputError, match=f"^{tmp_path / RUN_FILE}: is gone, and it says what the run is judged on"):
+        run_settings(tmp_path)
+    os.mkfifo(tmp_path / RUN_FILE)
+    with pytest.raises(InputError, match=f"^{tmp_path / RUN_FILE}: is no JSON .is no regular file.; name another"):
+        run_settings(tmp_path)
+
+
+def test_a_run_is_resumed_with_what_it_was_made_from(tmp_path):
+    now = {"data": checksum([1.0]), "model": "a"}
+    check_made_from(tmp_path, now)
+    for begun in ({"seed": 0}, {"made_from": {}}, {"made_from": now}):
+        (tmp_path / RUN_FILE).write_text(json.dumps(begun))
+        check_made_from(tmp_path, now)
+    (tmp_path / RUN_FILE).write_text(json.dumps({"made_from": {"data": checksum([2.0]), "model": "a"}}))
+    with pytest.raises(InputError, match=f"^--output_dir {tmp_path}: the data changed since the run was begun; put"):
+        check_made_from(tmp_path, now)
+
+
 WRONG_TYPES = {
     "task": [3, None, ["taxi"]],
     "maps": ["SFFF", [], [3], {}, None],
@@ -159,6 +184,7 @@ WRONG_TYPES = {
     "observation": [1],
     "dtype": [16],
     "on_adapter": ["yes", 1],
+    "made_from": [3, {"data": 1}],
     "resumed": [{}, ["x"]],
 }
 
@@ -245,8 +271,11 @@ def test_a_folder_with_another_run_is_not_written_to(tmp_path):
     check_output_dir(tmp_path, resumes=False)
     check_output_dir(tmp_path / "nothing", resumes=False)
     for trace in (tmp_path / "one" / CONFIG_FILE, tmp_path / "two" / "checkpoint-5"):
-        trace.mkdir(parents=True)
-        if trace.name == CONFIG_FILE:
+        trace.parent.mkdir()
+        if trace.name != CONFIG_FILE:
+            trace.mkdir()
+        else:
+            trace.touch()
             check_output_dir(trace.parent, resumes=True)
         with pytest.raises(InputError, match=f"^--output_dir {trace.parent}: holds another run; choose another folder"):
             check_output_dir(trace.parent, resumes=False)
@@ -256,7 +285,15 @@ def test_a_folder_with_another_run_is_not_written_to(tmp_path):
             check_output_dir(tmp_path / "file", resumes)
 
 
-FOREIGN = ["config.json", "run.json", "trainer_state.json", "result.txt", "my notes.txt", "adapter_model.safetensors"]
+FOREIGN = [
+    ".bashrc",
+    "config.json",
+    "run.json",
+    "trainer_state.json",
+    "result.txt",
+    "my notes.txt",
+    "adapter_model.safetensors",
+]
 
 
 @pytest.mark.parametrize("resumes", [False, True])
@@ -273,13 +310,55 @@ def test_a_folder_with_files_of_others_is_not_written_to(name, resumes, tmp_path
 def test_an_evaluation_replaces_its_own_files_and_no_runs(tmp_path):
     (tmp_path / "evaluation.json").touch()
     check_output_dir(tmp_path, False, own=("evaluation.json", "policy.png"))
+    (tmp_path / "evaluation.json").unlink()
+    (tmp_path / "policy.png").write_text("the user's")
+    with pytest.raises(InputError, match=r"holds policy.png, but no run"):
+        check_output_dir(tmp_path, False, own=("evaluation.json", "policy.png"))
     (tmp_path / CONFIG_FILE).touch()
     with pytest.raises(InputError, match=r"holds another run; choose another folder$"):
         check_output_dir(tmp_path, False, own=("evaluation.json", "policy.png"))
 
 
+@pytest.mark.parametrize("name", ["checkpoint-1", "grpo", "warm_start", "runs"])
+def test_a_file_in_the_place_of_a_folder_of_the_run(name, tmp_path):
+    (tmp_path / CONFIG_FILE).touch()
+    (tmp_path / name).touch()
+    with pytest.raises(InputError, match=f"^--output_dir {tmp_path}: {name} is not a folder; delete it or move it aw"):
+        check_output_dir(tmp_path, resumes=True)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "untrained.json", "adapter_model.safetensors", "run.partial"])
+def test_a_folder_or_a_pipe_in_the_place_of_a_file_of_the_run(name, make, tmp_path):
+    (tmp_path / CONFIG_FILE).touch()
+    (tmp_path / "notes v1.5").mkdir()
+    check_output_dir(tmp_path, resumes=True)
+    make(tmp_path / name)
+    with pytest.raises(InputError, match=f"^--output_dir {tmp_path}: {name} is not a regular file; delete it or move"):
+        check_output_dir(tmp_path, resumes=True)
+
+
+def test_no_run_begins_in_a_checkpoint_of_another(tmp_path):
+    """It would be deleted with the checkpoint."""
+    (tmp_path / "checkpoint-5/mine").mkdir(parents=True)
+    check_output_dir(tmp_path / "checkpoint-5/mine", resumes=False)
+    (tmp_path / CONFIG_FILE).touch()
+    with pytest.raises(InputError, match="lies in a checkpoint of another run; choose another folder"):
+        check_output_dir(tmp_path / "checkpoint-5/mine", resumes=False)
+
+
+def test_no_file_behind_a_link_is_overwritten(tmp_path):
+    (tmp_path / "victim").write_text("kept")
+    (tmp_path / "run.partial").symlink_to("victim")
+    write_whole(tmp_path / "run.json", "{}")
+    assert [(tmp_path / name).read_text() for name in ("victim", "run.json")] == ["kept", "{}"]
+
+
 def test_a_finished_run_without_its_result_is_one_line(tmp_path):
     with pytest.raises(InputError, match=r"result.txt: cannot be read .*; delete evaluation.json there"):
+        finished_text(tmp_path)
+    (tmp_path / "result.txt").touch()
+    with pytest.raises(InputError, match=r"result.txt: cannot be read \(is empty\); delete evaluation.json there"):
         finished_text(tmp_path)
     (tmp_path / "result.txt").write_text("verdict\n")
     assert finished_text(tmp_path) == f"{tmp_path} holds a finished run:\nverdict\n"
