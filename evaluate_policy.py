@@ -124,7 +124,7 @@ def judge_of(arguments: EvaluationArguments, settings: dict, reader: Reader | No
 
 def model_answers(name: str, settings: dict, arguments: EvaluationArguments, shared: dict) -> dict[str, dict]:
     """Greedy answers of a model and, with `--samples_per_state`, its sampled ones, by the names of their rows."""
-    folder = Path(name).expanduser().resolve().parent
+    folder = Path(name).resolve().parent
     if not settings and ((folder / WARM_START_FOLDER).is_dir() or run_settings(folder).get("on_adapter")):
         raise InputError(f"--policies {name}: trained on top of an adapter; judge the run's folder, {folder}")
     print(f"loading and judging {name}", flush=True)

@@ -62,7 +62,7 @@ def model_to_train(model_config: ModelConfig, device: torch.device) -> tuple[Pre
                 "rounded weights it would be rounded, too; leave the option out, or start from the base model"
             )
         revision = model.peft_config["default"].revision or "main"
-        folders = [Path(model_config.model_name_or_path).expanduser()]
+        folders = [Path(model_config.model_name_or_path)]
         check_joinable(folders[0], model.peft_config["default"])
         model = model.merge_and_unload()
     lora = get_peft_config(model_config)

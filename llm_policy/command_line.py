@@ -1,6 +1,7 @@
 """The command line of every script: dataclasses, a YAML file under --config, and a --help that fits on one screen."""
 
 import difflib
+import os
 import re
 import shutil
 import sys
@@ -17,7 +18,7 @@ from trl import TrlParser
 
 from llm_policy.errors import InputError
 from llm_policy.ranges import check_mappings, check_products, check_ranges
-from llm_policy.reading import check_texts, read_yaml
+from llm_policy.reading import check_texts, expand_home, read_yaml
 from llm_policy.run_files import ROOT
 
 HELP, HELP_ALL = {"-h", "--help"}, {"--help_all", "--help-all"}
@@ -27,7 +28,14 @@ EXIT_CODES = {
     2: "the input cannot be used (one line says why)",
     75: "interrupted",
 }
-KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text in quotes", list: "a list"}
+KINDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text in quotes",
+    list: "a list",
+    dict: "a mapping",
+}
 WIDEST_LINE = 120
 CONFIG_HELP = "YAML file with options; flags win over it."
 
@@ -115,6 +123,7 @@ def parse_arguments(
         raise InputError(f"{where}{' '.join(str(error).split())}; see --help") from error
     for instance in parsed:  # JSON is read by now
         check_mappings(vars(instance))
+        expand_home(instance)
     return parsed, config
 
 
@@ -134,7 +143,7 @@ def take_config(argv: list[str], default_config: Path | None) -> tuple[list[str]
         if not config:
             raise InputError("--config: expected the path of a YAML file after it")
     check_texts({"config": config} if config else {})
-    return rest, config
+    return rest, os.path.expanduser(config)
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:
@@ -176,9 +185,9 @@ def read_config(config: str, groups: Sequence[type], own: Sequence[type]) -> dic
         raise InputError(f"--config {config} must contain a YAML mapping, one `option: value` per line")
     for group in groups:
         for name, hint in get_type_hints(group).items():
-            # Text, lists and mappings of TRL are left to TRL: some of its options take other types than they name.
-            is_checked = group in own or set(union_members(hint)) <= {int, float, bool, type(None)}
-            if name not in values or not is_checked or fits(values[name], hint):
+            # TRL takes text for more than it names, `all-linear` for a list say
+            is_left_to_trl = group not in own and isinstance(values.get(name), str)
+            if name not in values or is_left_to_trl or fits(values[name], hint):
                 continue
             if type(values[name]) in (int, float) and str in union_members(hint):
                 values[name] = str(values[name])  # as on the command line
@@ -204,7 +213,8 @@ def fits(value: object, hint: object, text_is_converted: bool = True) -> bool:
         if isinstance(value, str):
             return text_is_converted
         return type(value) is hint or (hint is float and type(value) is int)
-    return isinstance(value, hint) if isinstance(hint, type) else True
+    kind = get_origin(hint) or hint
+    return isinstance(value, kind) if isinstance(kind, type) else True
 
 
 def suggestion(unknown: str, names: Sequence[str]) -> str:

@@ -1,5 +1,6 @@
 """Files that a user names: names that a disk can hold, text and YAML that are whole and of a bounded size."""
 
+import errno
 import os
 import re
 import stat
@@ -11,25 +12,51 @@ import yaml
 from llm_policy.errors import InputError
 
 LARGEST_TEXT, LARGEST_YAML = 500_000_000, 1_000_000  # bytes
-PATHS = re.compile(r"(config|dir|path|file|csv|output|map|checkpoint|policies|answers|source)$")
-LONGEST_NAME = 255  # bytes, of one file or folder
+PATHS = re.compile(r"(config|dir|path|file|csv|output|map|checkpoint|policies|answers|source|dataset)$")
+LONGEST_NAME = 240  # bytes, of one file or folder: 255 less what is appended while one is written
+LONGEST_PATH = 3800  # bytes: 4095 less a name in it
 
 
 def check_texts(values: Mapping) -> None:
-    """`InputError` for an option that holds a zero byte or what is no UTF-8, or names a file as no disk can."""
+    """`InputError` for an option that holds a zero byte or no Unicode, or names a file as no disk can."""
     for name, value in values.items():
         for text in value if isinstance(value, list) else [value]:
             if not isinstance(text, str):
                 continue
             if "\0" in text:
                 raise InputError(f"--{name} {text!r}: holds a zero byte")
-            if not text.isascii() and text.encode(errors="ignore").decode() != text:  # no JSON and no URL takes it
-                raise InputError(f"--{name} {text!r}: holds a byte that is no UTF-8")
+            try:
+                length = len(text.encode())
+            except UnicodeEncodeError as error:
+                raise InputError(f"--{name} {text!r}: holds a byte that is no UTF-8; rename it") from error
             if PATHS.search(name) and not text:
                 raise InputError(f"--{name} '': names nothing; leave the option out for its default")
-            longest = max(len(part.encode(errors="replace")) for part in text.split("/"))
-            if PATHS.search(name) and longest > LONGEST_NAME:
-                raise InputError(f"--{name} {text[:20]}...: a name of {longest} bytes, at most {LONGEST_NAME} are one")
+            if PATHS.search(name):
+                _check_path(name, text, length)
+
+
+def _check_path(option: str, text: str, length: int) -> None:
+    longest = max(len(part.encode()) for part in text.split("/"))
+    if longest > LONGEST_NAME:
+        raise InputError(f"--{option} {text[:20]}...: a name of {longest} bytes, at most {LONGEST_NAME} are one")
+    if length > LONGEST_PATH:
+        raise InputError(f"--{option} {text[:20]}...: a path of {length} bytes, at most {LONGEST_PATH} are one")
+    if os.path.expanduser(text).startswith("~"):
+        raise InputError(f"--{option} {text}: no such user's home; write the path out")
+    try:
+        os.stat(os.path.expanduser(text))
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise InputError(f"--{option} {text}: is a link that leads to itself") from error
+
+
+def expand_home(options: object) -> None:
+    """`~` in every option that names files, because a shell expands it in some places only."""
+    for name, value in list(vars(options).items()):
+        if PATHS.search(name) and isinstance(value, str):
+            setattr(options, name, os.path.expanduser(value))
+        elif PATHS.search(name) and isinstance(value, list):
+            setattr(options, name, [os.path.expanduser(text) for text in value])
 
 
 def read_text(path: str | Path, encoding: str = "utf-8", most: int = LARGEST_TEXT) -> str:

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig
 
 from llm_policy.chat import Reader
-from llm_policy.environments.frozen_lake import FrozenLake, grid_of, read_grid, shortest_path_policy
+from llm_policy.environments.frozen_lake import FrozenLake, check_grid, grid_of, read_grid, shortest_path_policy
 from llm_policy.errors import InputError, check_choices
 from prompts import OBSERVATIONS, format_example, policy_messages
 from tasks import Task
@@ -59,7 +59,7 @@ def make_judge(settings: Mapping, reader: Reader, episodes: int, seed: int) -> T
             `horizon_steps`.
     """
     is_slippery = settings.get("is_slippery", True)
-    grids = [grid_of(rows) for rows in settings.get("maps", [])]
+    grids = [check_grid(grid_of(rows), "run.json: maps") for rows in settings.get("maps", [])]
     grids = grids or [read_grid(settings.get("map") or "4x4")]
     lakes = [FrozenLake(grid, is_slippery) for grid in grids]
     observation = settings.get("observation", "coordinates")

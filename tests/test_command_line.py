@@ -44,6 +44,8 @@ class Foreign:
 
     batch_size: int = 8
     target: list[str] | None = None  # takes text as well, as TRL's lora_target_modules does
+    output_file: str | None = None
+    kwargs: dict[str, int] | str | None = None
 
 
 Foreign.__module__ = "trl.trainer"
@@ -76,6 +78,17 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(config):
 def test_a_number_of_the_file_is_text_where_text_is_expected(config):
     (small, _), _ = parse("--config", config("map: 1.0\ntable: 3\n"))
     assert (small.map, small.table) == ("1.0", "3")
+
+
+def test_the_home_is_written_out_wherever_a_file_is_named(config, monkeypatch):
+    """A shell does not in --output_dir=~/x, nor in a YAML file; TRL did in some options."""
+    file = config("output_file: ~/file\n")
+    monkeypatch.setenv("HOME", str(Path(file).parent))
+    (small, foreign), path = parse("--config", f"~/{Path(file).name}", "--map", "~", "--long_option_name", "~")
+    assert (small.map, foreign.output_file) == (str(Path(file).parent), f"{Path(file).parent}/file")
+    assert (small.long_option_name, path) == ("~", file)
+    with pytest.raises(InputError, match=r"^--map ~nosuchuser/x: no such user's home; write the path out"):
+        parse("--map", "~nosuchuser/x")
 
 
 def test_without_a_file():
@@ -159,7 +172,7 @@ BAD_FLAGS = [
     (["--rate", "many"], r"--rate 'many': expected a number; see --help"),
     (["--is_slippery", "maybe"], r"--is_slippery 'maybe': expected true or false; see --help"),
     (["--seed"], r"--seed: expected one argument; see --help"),
-    (["--config", "x" * 300], "--config xxxxxxxxxxxxxxxxxxxx...: a name of 300 bytes, at most 255 are one"),
+    (["--config", "x" * 300], "--config xxxxxxxxxxxxxxxxxxxx...: a name of 300 bytes, at most 240 are one"),
     (["--seed", "13"], r"seed unlucky; see --help"),
     (["--config"], r"--config: expected the path of a YAML file after it"),
     (["--map", ""], r"--map '': names nothing; leave the option out for its default"),
@@ -196,6 +209,11 @@ BAD_CONFIGS = {
     "map: [a]\n": r"\S+config.yaml: map: \['a'\]: expected text",
     "maps: 4x4\n": r"\S+config.yaml: maps: '4x4': expected a list",
     "counts: [one]\n": r"\S+config.yaml: counts: \['one'\]: expected a list",
+    "target: true\n": r"\S+config.yaml: target: True: expected a list",
+    "target: [1]\n": r"\S+config.yaml: target: \[1\]: expected a list",
+    "output_file: true\n": r"\S+config.yaml: output_file: True: expected text in quotes",
+    "output_file: 2020-01-01\n": r"\S+config.yaml: output_file: datetime.date\(2020, 1, 1\): expected text in quotes",
+    "kwargs: [1]\n": r"\S+config.yaml: kwargs: \[1\]: expected a mapping or text in quotes",
     "batch_size: [1]\n": r"\S+config.yaml: batch_size: \[1\]: expected a whole number",
     "seed: 13\n": r"\S+config.yaml and the command line: seed unlucky",
 }

@@ -174,6 +174,9 @@ BAD_INPUT = [
     (["--policies", "{tmp}/nowhere"], "{tmp}/nowhere: no such folder"),
     (["--policies", "{tmp}/empty"], "{tmp}/empty: is an empty folder"),
     (["--policies", "{tmp}/run"], "{tmp}/run/run.json: is no JSON"),
+    (["--policies", "{tmp}/letters"], "run.json: maps: row 1, column 1 has the unknown letter 'X'"),
+    (["--policies", "{tmp}/ragged"], "run.json: maps: row 2 'F' has 1 cells, expected 2 as in row 1"),
+    (["--policies", "{tmp}/gone"], "{tmp}/gone/run.json: is gone, and it says what the run is judged on"),
     (["--policies", "{tmp}/old"], "--policies {tmp}/old: run.json names no map; give --map"),
     (["--policies", "{tmp}/model", "--dtype", "int3"], "'int3'"),
     (["--policies", "{tmp}/model", "--observation", "pixels"], "--observation 'pixels'"),
@@ -197,6 +200,12 @@ def places(tmp_path_factory):
     (tmp / "begun" / "resolved_config.yaml").touch()
     (tmp / "file.txt").write_text("kept")
     (tmp / "run" / "run.json").write_text('{"maps":')
+    for name, grid in {"letters": "XX", "ragged": "SF|F"}.items():
+        (tmp / name).mkdir()
+        (tmp / name / "run.json").write_text(json.dumps({"maps": [grid], "is_slippery": True}))
+    (tmp / "gone").mkdir()
+    for name in ("evaluation.json", "resolved_config.yaml"):
+        (tmp / "gone" / name).touch()
     (tmp / "old").mkdir()
     (tmp / "old" / "run.json").write_text('{"map": ["SG"], "is_slippery": false}')
     return tmp

@@ -103,7 +103,15 @@ def test_a_map_whose_solution_exceeds_memory(tmp_path):
         ("env_id", "\0", r"--env_id '\x00': holds a zero byte"),
         ("model_name", "a\udcff", r"--model_name 'a\udcff': holds a byte that is no UTF-8"),
         ("map", "", "--map '': names nothing; leave the option out for its default"),
-        ("output_dir", f"runs/{'x' * 256}/a", "--output_dir runs/xxxxxxxxxxxxxxx...: a name of 256 bytes, at most 255"),
+        ("output_dir", f"runs/{'x' * 256}/a", "--output_dir runs/xxxxxxxxxxxxxxx...: a name of 256 bytes, at most 240"),
+        (
+            "expert_csv",
+            "/tmp" + "/a" * 2600,
+            "--expert_csv /tmp/a/a/a/a/a/a/a/a...: a path of 5204 bytes, at most 3800",
+        ),
+        ("model_name_or_path", "~nosuchuser/x", "--model_name_or_path ~nosuchuser/x: no such user's home; write the"),
+        ("output_dir", "runs/\udcff", r"--output_dir 'runs/\udcff': holds a byte that is no UTF-8; rename it"),
+        ("policies", ["random", "loop"], "--policies loop: is a link that leads to itself"),
         (
             "policies",
             ["random", "é" * 128],
@@ -111,12 +119,14 @@ def test_a_map_whose_solution_exceeds_memory(tmp_path):
         ),
     ],
 )
-def test_names_that_no_disk_holds(name, text, line):
+def test_names_that_no_disk_holds(name, text, line, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(InputError) as caught:
         check_texts({name: text})
     assert str(caught.value).startswith(line)
 
 
 def test_names_that_a_disk_holds_and_long_texts_that_are_none():
-    check_texts({"output_dir": "x" * 255, "env_options": "x" * 1000, "policies": ["a/" * 500], "map": None, "seed": 3})
+    check_texts({"output_dir": "x" * 240, "env_options": "x" * 1000, "policies": ["a/" * 500], "map": None, "seed": 3})
     check_texts({"env_id": "é ☃", "answer_prefix": ""})

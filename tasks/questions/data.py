@@ -156,7 +156,7 @@ def read_questions(
 
 def _records(name: str, samples: Path) -> Iterator[tuple[str, Fields]]:
     """(where it stands, record) of each question."""
-    path = samples if name == SAMPLES else Path(name).expanduser()
+    path = samples if name == SAMPLES else Path(name)
     path = path if path.exists() else ROOT / path  # of a configuration that is used in another folder
     if path.suffix not in (".jsonl", ".csv"):
         yield from _hub_records(name)
