@@ -52,11 +52,12 @@ def _check_path(option: str, text: str, length: int) -> None:
 
 def expand_home(options: object) -> None:
     """`~` in every option that names files, because a shell expands it in some places only."""
-    for name, value in list(vars(options).items()):
+    values = vars(options)  # written to directly: some dataclasses are frozen
+    for name, value in values.items():
         if PATHS.search(name) and isinstance(value, str):
-            setattr(options, name, os.path.expanduser(value))
+            values[name] = os.path.expanduser(value)
         elif PATHS.search(name) and isinstance(value, list):
-            setattr(options, name, [os.path.expanduser(text) for text in value])
+            values[name] = [os.path.expanduser(text) for text in value]
 
 
 def read_text(path: str | Path, encoding: str = "utf-8", most: int = LARGEST_TEXT) -> str:

@@ -38,6 +38,11 @@ class Required:
     policies: list[str] = field(metadata={"help": "What to judge."})
 
 
+@dataclass(frozen=True)
+class Frozen:
+    output: str = field(default="out", metadata={"help": "Where it goes."})
+
+
 @dataclass
 class Foreign:
     """Stands for TRL's: no help texts are asked of it."""
@@ -89,6 +94,8 @@ def test_the_home_is_written_out_wherever_a_file_is_named(config, monkeypatch):
     assert (small.long_option_name, path) == ("~", file)
     with pytest.raises(InputError, match=r"^--map ~nosuchuser/x: no such user's home; write the path out"):
         parse("--map", "~nosuchuser/x")
+    (frozen,), _ = parse_arguments(["--output", "~/x"], [Frozen], description=DESCRIPTION)
+    assert frozen.output == f"{Path(file).parent}/x"
 
 
 def test_without_a_file():
