@@ -20,7 +20,7 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -109,6 +109,15 @@ class SearchRow(BaseModel, strict=True):
     policy: str
     value: FiniteFloat
     episodes: int | None
+
+
+class QuestionRow(BaseModel, strict=True):
+    """The same of questions."""
+
+    policy: str
+    accuracy: FiniteFloat
+    right: list[FiniteFloat]
+    said: dict[str, int]
 
 
 class MetricsLine(BaseModel, strict=True):
@@ -216,13 +225,22 @@ def of_studies(results: Mapping[str, list[dict]], *studies: str) -> dict[str, li
 
 
 def searches_of(folder: Path) -> list[dict]:
-    """`evaluation.json` of the finished seeds of a search, or of training on questions, and its minutes."""
+    """`evaluation.json` of the finished seeds of one policy search, and its minutes."""
+    return _evaluations(folder, lambda evaluation: rows_by_name(evaluation, SearchRow, evaluation["searched"]))
+
+
+def asked_of(folder: Path) -> list[dict]:
+    """The same of training on questions."""
+    return _evaluations(folder, lambda evaluation: rows_by_name(evaluation, QuestionRow, TRAINED))
+
+
+def _evaluations(folder: Path, check: Callable[[dict], object]) -> list[dict]:
     found = []
     for seed in finished_seeds(folder, ("evaluation.json", "run.json", "minutes.txt")):
         with whole(seed):
             minutes = read_minutes(seed)
             evaluation = read_json(seed / "evaluation.json")
-            rows_by_name(evaluation, SearchRow, evaluation["searched"])
+            check(evaluation)
             found.append(evaluation | {"minutes": minutes, "made": made(seed / "run.json")})
     return found
 
@@ -810,7 +828,7 @@ def all_sections(results: Mapping[str, list[dict]]) -> dict[str, str]:
         "search": search_section(searches, results) if searches else None,
     }
     folders = [folder for folder in sorted((RESULTS / QUESTIONS).glob("*")) if folder.is_dir()]
-    if questions := {folder.name: seeds for folder in folders if (seeds := searches_of(folder))}:
+    if questions := {folder.name: seeds for folder in folders if (seeds := asked_of(folder))}:
         sections["questions"] = questions_section(questions)
     if (table := RESULTS / ARC / "evaluation.md").exists():
         sections["arc"] = table.read_text(encoding="utf-8").strip()

@@ -65,6 +65,12 @@ def _leave(*_) -> None:
     os._exit(EXIT_INTERRUPTED)
 
 
+def say_at_once(text: str) -> None:
+    """A line on standard output, past its buffer: a signal's handler may have interrupted a write to that."""
+    with suppress(OSError):
+        os.write(1, f"{text}\n".encode(errors="backslashreplace"))
+
+
 def usual_signals() -> None:
     """What `prepare` did to the signals is undone."""
     for number, usual in SIGNALS.items():

@@ -64,9 +64,11 @@ def test_the_committed_expert_and_prompts_are_clean(tokenizers, model, observati
 
 
 def test_a_template_that_cuts_what_the_user_says_makes_one_prompt_of_several_states(tmp_path):
-    """Looked at is what the model reads, behind its chat template."""
+    """Looked at is what the model reads, behind its chat template. Here it cuts nothing but what tells lakes apart."""
     tokenizer = load_tokenizer(str(build_tiny_model(tmp_path / "model")))
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content[:20] }}\n{% endfor %}"
+    words = "{{ m.content | replace('row', '') if m.content is string else '' }}"
+    cut = "{% if 'row' in m.content %}lake{% else %}" + words + "{% endif %}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: " + cut + "\n{% endfor %}"
     assert rules_of(tokenizer)["one prompt, several states"]
 
 

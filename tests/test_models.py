@@ -367,7 +367,7 @@ ADAPTER_DAMAGES = {
     ),
     "a base in the home of nobody": (
         lambda folder: edit_json(folder / "adapter_config.json", base_model_name_or_path="~nosuchuser/x"),
-        "~nosuchuser/x: no such folder",
+        "~nosuchuser/x: no such user's home",
     ),
     "other rank": (lambda folder: edit_json(folder / "adapter_config.json", r=2), "cannot be loaded"),
 }

@@ -17,6 +17,7 @@ from llm_policy.grpo.diagnostics import MetricsFile, PolicyDiagnostics
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.hardware import give_memory_back
 from llm_policy.models import load_model, not_finite
+from llm_policy.startup import say_at_once
 
 RESUME = "--resume_from_checkpoint auto"
 WARM_START_FOLDER, GRPO_FOLDER = "warm_start", "grpo"  # the two adapters that are joined in the end
@@ -46,12 +47,12 @@ class StopOnSignal(TrainerCallback):
         self.received = signal.Signals(number).name
         if self.at_once:
             self.leave_if_received(f"leaving the evaluation; {RESUME} begins it again")
-        print(f"{self.received}: finishing the step, then a checkpoint", flush=True)
+        say_at_once(f"{self.received}: finishing the step, then a checkpoint")
 
     def leave_if_received(self, words: str) -> None:
         """SystemExit with `EXIT_INTERRUPTED` if a signal came; `words` say what is left and what resumes it."""
         if self.received:
-            print(f"{self.received}: {words}", flush=True)
+            say_at_once(f"{self.received}: {words}")
             raise SystemExit(EXIT_INTERRUPTED)
 
     def on_step_end(self, args, state, control, **kwargs):

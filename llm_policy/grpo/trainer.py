@@ -43,6 +43,7 @@ OVERRIDDEN = {
     "_get_per_token_logps_and_entropies": "model input_ids attention_mask logits_to_keep batch_size compute_entropy "
     "compute_aux_loss pixel_values image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles",
     "_compute_loss": "model inputs",
+    "_load_from_checkpoint": "resume_from_checkpoint model",
     "_save_checkpoint": "model trial",
 }
 
