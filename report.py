@@ -779,6 +779,13 @@ def _most_said(histograms: Sequence[Mapping[str, int]]) -> str:
     return ", ".join(f"{answer} {count / said.total():.0%}" for answer, count in said.most_common(4))
 
 
+def arc_section(folder: Path) -> str:
+    """The table as the judge wrote it, and when."""
+    header, rule, *rows = (folder / "evaluation.md").read_text(encoding="utf-8").splitlines()
+    when = date_and_commit(made(folder / "evaluation.json"))
+    return "\n".join([f"{header} date, commit |", f"{rule} --- |", *(f"{row} {when} |" for row in rows)])
+
+
 def speed_section() -> str:
     """speed/step_time/*.json: a step on TRL's path and on this one, with its parts, and the ratio."""
     headers = (
@@ -830,8 +837,8 @@ def all_sections(results: Mapping[str, list[dict]]) -> dict[str, str]:
     folders = [folder for folder in sorted((RESULTS / QUESTIONS).glob("*")) if folder.is_dir()]
     if questions := {folder.name: seeds for folder in folders if (seeds := asked_of(folder))}:
         sections["questions"] = questions_section(questions)
-    if (table := RESULTS / ARC / "evaluation.md").exists():
-        sections["arc"] = table.read_text(encoding="utf-8").strip()
+    if (RESULTS / ARC / "evaluation.md").exists():
+        sections["arc"] = arc_section(RESULTS / ARC)
     probe = RESULTS / MAPS / "observation_probe" / "observation_probe.json"
     if probe.exists():
         sections["probe"] = probe_section(probe)

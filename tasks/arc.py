@@ -19,6 +19,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 from rich.table import Table
@@ -27,7 +28,7 @@ from transformers import PreTrainedModel
 from llm_policy.chat import Reader, fit_to_template
 from llm_policy.completions import parse_completion
 from llm_policy.errors import InputError, writing
-from llm_policy.run_files import EVALUATION_FILE, TABLE_FILE, write_whole
+from llm_policy.run_files import EVALUATION_FILE, TABLE_FILE, commit, write_whole
 from llm_policy.tables import show
 from tasks import Comparison
 from tasks.questions.data import (
@@ -247,7 +248,8 @@ class ArcJudge:
 
         def save(folder: Path) -> None:
             lines = ["| " + " | ".join(row) + " |" for row in (columns, ["---"] * len(columns), *rows)]
-            content = {"task": "arc", **self.settings, "chance": chance, "policies": answers_of}
+            made = {"date": date.today().isoformat(), "commit": commit()}
+            content = {"task": "arc", **made, **self.settings, "chance": chance, "policies": answers_of}
             with writing(f"--output_dir {folder}", "make room, or name another folder"):
                 folder.mkdir(parents=True, exist_ok=True)
                 write_whole(folder / TABLE_FILE, "\n".join(lines) + "\n")

@@ -359,8 +359,10 @@ def test_questions_section(results):
 
 def test_the_table_of_arc_is_what_the_judge_wrote(results):
     (results / "arc").mkdir()
-    (results / "arc/evaluation.md").write_text("| policy |\n| --- |\n")
-    assert report.all_sections(report.training_results())["arc"] == "| policy |\n| --- |"
+    (results / "arc/evaluation.md").write_text("| policy |\n| --- |\n| a model |\n")
+    (results / "arc/evaluation.json").write_text(json.dumps({"commit": "b" * 40}))
+    lines = report.all_sections(report.training_results())["arc"].splitlines()
+    assert lines == ["| policy | date, commit |", "| --- | --- |", f"| a model | {WHEN} |"]
 
 
 def test_probe_section(results):
