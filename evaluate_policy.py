@@ -35,13 +35,7 @@ from llm_policy.number_format import faster_format
 from llm_policy.run_files import EVALUATION_FILE, TABLE_FILE, check_output_dir, only_process_in, run_settings
 from tasks import TASKS, Comparison, Judge, task_module
 
-OVERRIDES = (
-    "map",
-    "is_slippery",
-    "observation",
-    "horizon_steps",
-    "test_dataset",
-)  # options that stand above what run.json says
+OVERRIDES = ("map", "is_slippery", "observation", "horizon_steps", "test_dataset")  # stand above what run.json says
 OWN_FILES = (EVALUATION_FILE, PICTURE_FILE, TABLE_FILE)
 SHARED = ("task", "maps", "is_slippery")  # what all runs of one table must have in common
 

@@ -28,9 +28,8 @@ def accepts_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
     except InputError:  # it refuses a system turn
         pass
     joined = f"{turns[0]['content']}\n\n{turns[1]['content']}"
-    if joined not in rendered(
-        [{"role": "user", "content": joined}], tokenizer
-    ):  # one that refuses this, too, is broken
+    shown = rendered([{"role": "user", "content": joined}], tokenizer)  # one that refuses this, too, is broken
+    if joined not in shown:
         raise InputError(
             f"{tokenizer.name_or_path}: its chat template leaves out what the user says, or part of it; correct "
             "chat_template in its tokenizer files"

@@ -32,7 +32,9 @@ from llm_policy.run_files import EVALUATION_FILE, TABLE_FILE, commit, write_whol
 from llm_policy.tables import show
 from tasks import Comparison
 from tasks.questions.data import (
+    FEWEST_OPTIONS,
     LETTERS,
+    MOST_OPTIONS,
     SAMPLES,
     SAMPLES_FOLDER,
     Fields,
@@ -46,6 +48,7 @@ JUDGES_ANY_RUN = True  # a run of another task, too
 HUB_DATASET = "allenai/ai2_arc"
 WORDS = QuestionWords("Answer the question.", "I compare the options.")
 MAX_ANSWER_TOKENS = 256
+MAX_LETTER_TOKENS = 100  # as arc_challenge_llama
 ROWS_PER_BATCH = 16
 PROMPTS = ("without", "with")  # the system prompt
 MEAN = {"aggregation": "mean", "higher_is_better": True}
@@ -58,8 +61,10 @@ def science_question(record: Fields, _: random.Random) -> Question:
     texts, labels = (choices.get(key) for key in ("text", "label")) if isinstance(choices, Mapping) else (None, None)
     if not isinstance(texts, list) or not isinstance(labels, list) or len(texts) != len(labels):
         raise InputError("column choices: expected {'text': [...], 'label': [...]}, two lists of one length")
-    if not 2 <= len(texts) <= len(LETTERS) or not all(isinstance(text, str) and text.strip() for text in texts):
-        raise InputError(f"column choices: {len(texts)} options, expected 2 to {len(LETTERS)}, all of them texts")
+    are_texts = all(isinstance(text, str) and text.strip() for text in texts)
+    if not FEWEST_OPTIONS <= len(texts) <= MOST_OPTIONS or not are_texts:
+        expected = f"{FEWEST_OPTIONS} to {MOST_OPTIONS}, all of them texts"
+        raise InputError(f"column choices: {len(texts)} options, expected {expected}")
     if labels not in (list(LETTERS[: len(labels)]), list("12345678"[: len(labels)])):
         raise InputError(f"column choices: labels {labels}, expected A, B, C, ... or 1, 2, 3, ...")
     key = text_of(record, "answerKey")
@@ -81,33 +86,32 @@ def likelihood_task(data: Mapping) -> dict:
     }
 
 
+def written_task(data: Mapping, tokens: int) -> dict:
+    """What the regimes share in which the model writes, greedily, at most `tokens`."""
+    return {
+        **data,
+        "output_type": "generate_until",
+        "doc_to_target": "{{letter}}",
+        "generation_kwargs": {"do_sample": False, "max_gen_toks": tokens, "until": []},
+        "metric_list": [MEAN | {"metric": "exact_match"}],
+    }
+
+
 def letter_task(data: Mapping) -> dict:
     shown = "\n".join(f"{letter}. {{{{ options[{i}] }}}}" for i, letter in enumerate(LETTERS[:OPTIONS_OF_LETTER]))
     return {
-        **data,
+        **written_task(data, MAX_LETTER_TOKENS),
         "task": "letter",
         "process_docs": lambda rows: rows.filter(lambda row: len(row["options"]) == OPTIONS_OF_LETTER),
-        "output_type": "generate_until",
         "doc_to_text": "Given the following question and four candidate answers (A, B, C and D), choose the best "
         f"answer.\nQuestion: {{{{ question }}}}\n{shown}\nYour response should end with "
         '"The best answer is [the_answer_letter]" where the [the_answer_letter] is one of A, B, C or D.',
         "gen_prefix": "The best answer is",
-        "doc_to_target": "{{letter}}",
-        "generation_kwargs": {"do_sample": False, "max_gen_toks": 100, "until": []},
-        "metric_list": [MEAN | {"metric": "exact_match"}],
     }
 
 
 def answer_tags_task(data: Mapping) -> dict:
-    return {
-        **data,
-        "task": "answer tags",
-        "output_type": "generate_until",
-        "doc_to_text": "{{user}}",
-        "doc_to_target": "{{letter}}",
-        "generation_kwargs": {"do_sample": False, "max_gen_toks": MAX_ANSWER_TOKENS, "until": []},
-        "metric_list": [MEAN | {"metric": "exact_match"}],
-    }
+    return written_task(data, MAX_ANSWER_TOKENS) | {"task": "answer tags", "doc_to_text": "{{user}}"}
 
 
 REGIMES = {"likelihood": likelihood_task, "letter": letter_task, "answer tags": answer_tags_task}
@@ -180,7 +184,9 @@ class ArcJudge:
         return {"results": results}
 
     def _system_prompt(self) -> str:
-        return WORDS.messages(self.questions[0])[0]["content"]
+        """lm-eval takes one for all questions: it names as many letters as any of them has."""
+        longest = max(self.questions, key=lambda question: len(question.options))
+        return WORDS.messages(longest)[0]["content"]
 
     def _data(self, folder: Path) -> dict:
         """The questions as a file that lm-eval reads; the options of its task that name it."""

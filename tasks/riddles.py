@@ -13,7 +13,9 @@ from pathlib import Path
 
 from llm_policy.errors import InputError
 from tasks.questions.data import (
+    FEWEST_OPTIONS,
     LETTERS,
+    MOST_OPTIONS,
     SAMPLES_FOLDER,
     Fields,
     Question,
@@ -26,7 +28,6 @@ from tasks.questions.data import (
 from tasks.questions.task import QuestionArguments, QuestionTask
 
 PYRIDDLE = "pyriddle"
-FEWEST_OPTIONS, MOST_OPTIONS = 2, 8
 
 
 @dataclass
@@ -49,6 +50,9 @@ def riddle(record: Fields, _: random.Random) -> Question:
     if not all(map(normalised, answers)):
         raise InputError(f"column answer: {answers}, expected words")
     question = Question(text_of(record, "question"), answers, _texts(record, "options"))
+    count = len(question.options)
+    if count and not FEWEST_OPTIONS <= count <= MOST_OPTIONS:
+        raise InputError(f"column options: {count} of them, expected {FEWEST_OPTIONS} to {MOST_OPTIONS}")
     if question.options and sum(map(question.is_right, question.options)) != 1:
         raise InputError(f"column options: {', '.join(question.options)}: expected {answers[0]!r} once among them")
     return question

@@ -45,6 +45,26 @@ def taught_model(folder: Path, architecture: str, steps: int = 120, **options) -
     return folder
 
 
+class Interrupted(Exception):
+    pass
+
+
+def interrupted_at_step(number: int, train: Callable[[], object]) -> None:
+    """`train`, until it asks the optimiser for step `number`: as a kill there, in this process."""
+    step, calls = torch.optim.AdamW.step, []
+
+    def counted(*arguments, **options):
+        calls.append(1)
+        if len(calls) == number:
+            raise Interrupted
+        return step(*arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", counted)
+        with pytest.raises(Interrupted):
+            train()
+
+
 @pytest.fixture(autouse=True)
 def signal_handlers():
     """A training run in this process sets its own and leaves them."""

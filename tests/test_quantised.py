@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from conftest import interrupted_at_step
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from test_train_script import small_run
@@ -47,26 +48,12 @@ def test_gradients_after_an_evaluation_are_those_before(tmp_path):
         torch.testing.assert_close(one, other)
 
 
-def test_a_killed_run_ends_in_the_same_adapter_and_plain_peft_loads_it(answering_llama, tmp_path, monkeypatch, capsys):
+def test_a_killed_run_ends_in_the_same_adapter_and_plain_peft_loads_it(answering_llama, tmp_path, capsys):
     whole, parts = (small_run(answering_llama, tmp_path / name, *NF4, "--objective", "grpo") for name in ("one", "two"))
     assert train_script.main(whole) == 0
     assert "each completion decodes with a copy of its prompt" in capsys.readouterr().out
 
-    class Killed(Exception):
-        pass
-
-    step, calls = torch.optim.AdamW.step, []
-
-    def killed(*arguments, **options):
-        calls.append(1)
-        if len(calls) == 4:  # two steps of the warm start, one of GRPO
-            raise Killed
-        return step(*arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", killed)
-        with pytest.raises(Killed):
-            train_script.main(parts)
+    interrupted_at_step(4, lambda: train_script.main(parts))  # two steps of the warm start, one of GRPO
     assert train_script.main([*parts, "--resume_from_checkpoint", "auto"]) == 0
     one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two"))
     assert all(torch.equal(one[name], two[name]) for name in one)

@@ -83,6 +83,13 @@ BAD = {
     "no word": ("a.jsonl", '{"question": "?", "answer": "!"}', "line 1: column answer: ('!',), expected words"),
     "a number": ("a.jsonl", '{"question": 3, "answer": "x"}', "line 1: column question: 3, expected a text"),
     "no object": ("a.jsonl", "[1]", "line 1: '[1]', expected an object in braces"),
+    "too many fields": (
+        "a.csv", "question,answer\nI have keys, and locks,piano\n", "line 2: has more fields than the first line has",
+    ),
+    "one option": ("a.jsonl", '{"question": "?", "answer": "x", "options": ["x"]}', "column options: 1 of them"),
+    "nine options": (
+        "a.jsonl", json.dumps({"question": "?", "answer": "a", "options": list("abcdefghi")}), "column options: 9 of",
+    ),
     "no JSON": ("a.jsonl", GOOD + "{", "cannot be read ("),
     "not UTF-8": ("a.jsonl", b'{"question": "\xff"}', "is not UTF-8"),
     "another answer": ("a.jsonl", GOOD + GOOD.replace("piano", "lock"), "line 2: asks again what had"),
@@ -144,6 +151,12 @@ def test_csv_and_jsonl_hold_the_same(tmp_path, capsys):
     assert read_questions(csv_file, tmp_path, riddle, 0) == expected
     assert read_questions(jsonl_file, tmp_path, riddle, 0) == [Question(row["question"], ("map", "atlas", "chart"))]
     assert "1 questions are there twice and count once" in capsys.readouterr().out
+
+
+def test_unusual_line_ends_are_no_line_ends(tmp_path):
+    text = "Flat\u2028and\x0bwide"
+    file = write(tmp_path, "a.csv", f'question,answer\n"{text}",map\n')
+    assert read_questions(file, tmp_path, riddle, 0) == [Question(text, ("map",))]
 
 
 # Split -----------------------------------------------------------------------------------------------------------

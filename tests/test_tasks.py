@@ -6,6 +6,7 @@ import sys
 import arithmetic_task
 import pytest
 import torch
+from conftest import interrupted_at_step
 from safetensors.torch import load_file
 from test_train_script import metrics_of, small_run
 
@@ -54,26 +55,12 @@ def test_another_task_trains_and_is_judged(arithmetic, answering_llama, tmp_path
     assert "accuracy" in capsys.readouterr().out
 
 
-def test_another_task_resumes_to_the_same_adapter(arithmetic, answering_llama, tmp_path, monkeypatch):
+def test_another_task_resumes_to_the_same_adapter(arithmetic, answering_llama, tmp_path):
     whole = arguments_of(answering_llama, tmp_path, "whole", *arithmetic)
     assert train_script.main(whole) == 0
     parts = arguments_of(answering_llama, tmp_path, "parts", *arithmetic)
 
-    class Killed(Exception):
-        pass
-
-    step, calls = torch.optim.AdamW.step, []
-
-    def killed(*arguments, **options):
-        calls.append(1)
-        if len(calls) == 4:  # two steps of the warm start, one of GRPO
-            raise Killed
-        return step(*arguments, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", killed)
-        with pytest.raises(Killed):
-            train_script.main(parts)
+    interrupted_at_step(4, lambda: train_script.main(parts))  # two steps of the warm start, one of GRPO
     assert train_script.main([*parts, "--resume_from_checkpoint", "auto"]) == 0
     one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "parts"))
     assert all(torch.equal(one[name], two[name]) for name in one)

@@ -1,6 +1,7 @@
 """Questions: what is right, which records of a file or the hub they are made of, their words, and their split."""
 
 import csv
+import io
 import json
 import random
 import re
@@ -17,7 +18,9 @@ from llm_policy.run_files import ROOT
 SAMPLES = "samples"  # the name of the questions that come with this repository
 SAMPLES_FOLDER = ROOT / "data/samples"
 LETTERS = "ABCDEFGH"
+FEWEST_OPTIONS, MOST_OPTIONS = 2, len(LETTERS)
 ARTICLES = ("a", "an", "the")
+TOO_MANY = "fields without a name"  # of a CSV's record
 
 
 # What is right -------------------------------------------------------------------------------------------------
@@ -33,6 +36,11 @@ def normalised(text: str) -> str:
     if len(words) > 1 and words[0] in ARTICLES:
         words = words[1:]
     return " ".join(map(_singular, words))
+
+
+def matches(answer: str | None, answers: Iterable[str]) -> bool:
+    """Whether an answer is one of those that are right. Several guesses at once are none of them."""
+    return answer is not None and normalised(answer) in {normalised(right) for right in answers}
 
 
 def _singular(word: str) -> str:
@@ -77,8 +85,7 @@ class Question:
         return None
 
     def is_right(self, answer: str | None) -> bool:
-        """Whether an answer is one of `answers`. Several guesses at once are none of them."""
-        return answer is not None and normalised(answer) in {normalised(right) for right in self.answers}
+        return matches(answer, self.answers)
 
 
 def with_options(text: str, options: Sequence[str], right: int, draw: random.Random) -> Question:
@@ -93,7 +100,7 @@ class QuestionWords:
     """What a model is told and taught.
 
     Attributes:
-        system: the instruction; {answer} stands for what the answer tags hold.
+        system: the instruction. What a reply looks like is added to it.
         thought: what the warm start teaches to think. It depends on nothing, so that no label is taught.
     """
 
@@ -164,20 +171,29 @@ def _records(name: str, samples: Path) -> Iterator[tuple[str, Fields]]:
     try:
         text = read_text(path, encoding="utf-8-sig")
         if path.suffix == ".csv":
-            rows = csv.DictReader(text.splitlines(keepends=True), strict=True)
-            numbered = [(rows.line_num, {k: v for k, v in row.items() if k is not None}) for row in rows]
+            rows = csv.DictReader(io.StringIO(text, newline=""), restkey=TOO_MANY, strict=True)
+            numbered = [(rows.line_num, row) for row in rows]
         else:
             lines = enumerate(text.split("\n"), start=1)
             numbered = [(number, json.loads(line)) for number, line in lines if line.strip()]
     except FileNotFoundError:
-        raise InputError(f"--dataset {name}: no such file") from None
+        raise InputError(
+            f"--dataset {name}: no such file; give a file that is there, or leave it out to take the bundled samples"
+        ) from None
     except UnicodeDecodeError as error:
         raise InputError(f"--dataset {name}: byte {error.start} is not UTF-8; save it as UTF-8") from None
     except (OSError, ValueError, RecursionError, csv.Error) as error:
-        raise InputError(f"--dataset {name}: cannot be read ({' '.join(str(error).split())})") from None
+        said = " ".join(str(error).split())
+        kind = "a line of names, then fields with commas" if path.suffix == ".csv" else "a JSON object per line"
+        raise InputError(f"--dataset {name}: cannot be read ({said}); expected {kind}") from None
     for number, record in numbered:
         if not isinstance(record, dict):
             raise InputError(f"{path}: line {number}: {str(record)[:40]!r}, expected an object in braces")
+        if TOO_MANY in record:
+            raise InputError(
+                f"{path}: line {number}: has more fields than the first line has names, {str(record[TOO_MANY])[:60]}; "
+                "put a text with a comma in double quotes"
+            )
         yield f"{path}: line {number}", record
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from llm_policy.completions import completion_text, parse_completion
-from tasks.questions.data import Question
+from tasks.questions.data import Question, matches
 
 CORRECT, SHORT, FORM = 2.0, 0.5, 0.5
 FREE_WORDS, WORDS_TO_ZERO = 3, 10  # an answer of so many words is short; so many more earn nothing
@@ -24,7 +24,7 @@ def correct_reward(completions: Sequence, answers: Sequence[Sequence[str]], **_)
     With `answers` ["map"], `<answer>The maps.</answer>` earns 2.0 and `<answer>map or globe</answer>` 0.0.
     """
     pairs = zip(_last_answers(completions), answers, strict=True)
-    return [CORRECT * Question("", tuple(right)).is_right(answer) for answer, right in pairs]
+    return [CORRECT * matches(answer, right) for answer, right in pairs]
 
 
 def short_reward(completions: Sequence, **_) -> list[float]:

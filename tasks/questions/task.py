@@ -3,7 +3,6 @@
 Axes: P prompts (a question each), A actions (the letters of the options).
 """
 
-import hashlib
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from trl import GRPOConfig
 
 from llm_policy.chat import Reader, fit_to_template
 from llm_policy.errors import InputError
+from llm_policy.run_files import checksum
 from tasks import Task
 from tasks.linter import Finding, cut_replies, prompt_tokens, same_prompts
 from tasks.questions.data import SAMPLES, Question, QuestionWords, normalised
@@ -53,6 +53,11 @@ class QuestionTask:
         if arguments.split_seed is None:
             arguments = replace(arguments, split_seed=training.seed)
         trained, judged = self.questions(arguments)
+        if not trained:
+            raise InputError(
+                f"--test_dataset {arguments.test_dataset}: holds every question of --dataset {arguments.dataset}, so "
+                "that none is left to train on; name another, or leave it out to hold a part of --dataset out"
+            )
         judged = judged[: arguments.test_questions or None]
         print(f"{len(trained)} questions to train on, {len(judged)} held out to judge on", flush=True)
         reader = Reader(tokenizer, training.max_completion_length)
@@ -84,8 +89,7 @@ class QuestionTask:
     @staticmethod
     def _settings(arguments, judged: Sequence[Question]) -> dict:
         """The options, and a checksum of the questions that are judged."""
-        content = json.dumps([asdict(question) for question in judged])
-        return asdict(arguments) | {"held_out": hashlib.sha256(content.encode()).hexdigest()[:16]}
+        return asdict(arguments) | {"held_out": checksum([asdict(question) for question in judged])}
 
 
 def question_task(
