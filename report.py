@@ -120,6 +120,18 @@ class QuestionRow(BaseModel, strict=True):
     said: dict[str, int]
 
 
+class ArcRow(BaseModel, strict=True):
+    """The same of one regime of ARC, with or without the system prompt."""
+
+    regime: str
+    system_prompt: str
+    questions: int
+    accuracy: FiniteFloat
+    standard_error: FiniteFloat
+    unreadable: FiniteFloat
+    letters: dict[str, int]
+
+
 class MetricsLine(BaseModel, strict=True):
     """The same of a line of metrics.jsonl."""
 
@@ -780,10 +792,35 @@ def _most_said(histograms: Sequence[Mapping[str, int]]) -> str:
 
 
 def arc_section(folder: Path) -> str:
-    """The table as the judge wrote it, and when."""
-    header, rule, *rows = (folder / "evaluation.md").read_text(encoding="utf-8").splitlines()
-    when = date_and_commit(made(folder / "evaluation.json"))
-    return "\n".join([f"{header} date, commit |", f"{rule} --- |", *(f"{row} {when} |" for row in rows)])
+    """arc/evaluation.json: each regime, and in it each policy; the seeds of one task share a row."""
+    headers = ("policy", "regime", "system prompt", "questions", "accuracy", "unreadable", "letters", "date, commit")
+    with whole(folder / "evaluation.json"):
+        content = read_json(folder / "evaluation.json")
+        policies: dict[str, list[list[ArcRow]]] = {}
+        for name, answers in content["policies"].items():
+            label = re.sub("/seed-[0-9]+$", "", name.removesuffix(", greedy"))
+            policies.setdefault(label, []).append([ArcRow(**row) for row in answers["results"]])
+        asked = policies[next(iter(policies))][0]
+        when = date_and_commit(made(folder / "evaluation.json"))
+        rows: list[list[object]] = [
+            [name, "", "", asked[0].questions, f"{share:.1%}", "", "", when]
+            for name, share in content["baselines"].items()
+        ]
+        for i in sorted(range(len(asked)), key=lambda i: ([row.regime for row in asked].index(asked[i].regime), i)):
+            for label, seeds in policies.items():
+                found = [seed[i] for seed in seeds]
+                letters = sum((Counter(row.letters) for row in found), Counter())
+                accuracy = f"{np.mean([row.accuracy for row in found]):.1%}"
+                spread = listed([f"{row.accuracy:.1%}" for row in found])
+                accuracy += f" ({spread})" if len(found) > 1 else f" ± {found[0].standard_error:.1%}"
+                rows.append(
+                    [
+                        label, asked[i].regime, asked[i].system_prompt, asked[i].questions, accuracy,
+                        f"{np.mean([row.unreadable for row in found]):.0%}",
+                        " ".join(f"{letter} {letters[letter]}" for letter in sorted(letters)), when,
+                    ]
+                )  # fmt: skip
+    return markdown(headers, rows)
 
 
 def speed_section() -> str:
@@ -837,7 +874,7 @@ def all_sections(results: Mapping[str, list[dict]]) -> dict[str, str]:
     folders = [folder for folder in sorted((RESULTS / QUESTIONS).glob("*")) if folder.is_dir()]
     if questions := {folder.name: seeds for folder in folders if (seeds := asked_of(folder))}:
         sections["questions"] = questions_section(questions)
-    if (RESULTS / ARC / "evaluation.md").exists():
+    if (RESULTS / ARC / "evaluation.json").exists():
         sections["arc"] = arc_section(RESULTS / ARC)
     probe = RESULTS / MAPS / "observation_probe" / "observation_probe.json"
     if probe.exists():

@@ -24,8 +24,7 @@ UNJOINABLE = {
     "target_parameters": "lora_target_parameters",
     "layers_to_transform": None,
 }
-
-
+ADAPTER_ALONE = (True, False, "gaussian", "eva", "orthogonal")  # starts of LoRA that leave the model's weights alone
 QUANTIZATION = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")  # of TRL's ModelConfig
 
 
@@ -108,6 +107,8 @@ def stood_on(model: PreTrainedModel, folder: Path) -> PreTrainedModel | PeftMode
 def check_joinable(folder: Path, config: PeftConfig) -> None:
     """`InputError` for an adapter that `joined` could not put together with another one."""
     odd = [name for name in UNJOINABLE if getattr(config, name, None)]
+    if (start := getattr(config, "init_lora_weights", True)) not in ADAPTER_ALONE:  # PiSSA and the like
+        odd.append(f"init_lora_weights {start}")
     if not isinstance(config, LoraConfig) or odd or isinstance(config.target_modules, str):
         kind = odd[0] if odd else "target_modules as a pattern" if isinstance(config, LoraConfig) else config.peft_type
         raise InputError(

@@ -11,6 +11,7 @@ from llm_policy.errors import InputError, library_errors
 from llm_policy.sampling import sample_completions
 
 Messages = list[dict[str, str]]
+MOST_COMPLETIONS = 1_000_000  # of one judgement
 
 
 def accepts_system_role(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -154,6 +155,11 @@ class Reader:
         Args:
             guesses: a likely reply to each prompt. Right or wrong, it changes the time and not the samples.
         """
+        if (count := len(prompts) * samples) > MOST_COMPLETIONS:
+            raise InputError(
+                f"--samples_per_state {samples}: {len(prompts)} prompts make {count} completions, expected at most "
+                f"{MOST_COMPLETIONS}, which take days; name fewer"
+            )
         asked = [self.prompt(messages) for messages in prompts]
         replies = None if guesses is None else [reply_token_ids(guess, self.tokenizer) for guess in guesses]
         check_vocabulary([*asked, *(replies or [])], self.tokenizer, model.config.get_text_config().vocab_size)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from llm_policy.startup import EXIT_INPUT_ERROR, EXIT_INTERRUPTED, OutputError, guard_streams, usual_signals
+from llm_policy.startup import EXIT_INPUT_ERROR, EXIT_INTERRUPTED, OutputError, guard_streams, interrupts_raise
 
 OPTION_ERRORS = (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
 # What a disk that refuses says, through torch and safetensors, too
@@ -77,7 +77,7 @@ def run_script(main: Callable[[], int | None]) -> None:
     guard_streams()
     code: int | str | None
     try:
-        usual_signals()
+        interrupts_raise()
         try:
             code = main()
         except SystemExit as leaving:  # of --help, say, which has printed

@@ -114,7 +114,10 @@ def load_model(
         quantization_config = GgufConfig(dequantize=True)
     with input_errors(name_or_path, "model"):
         if "gguf_file" not in options:
-            check_architecture(name_or_path, AutoConfig.from_pretrained(**options))
+            config = AutoConfig.from_pretrained(**options)
+            check_architecture(name_or_path, config)
+            if getattr(config, "quantization_config", None) is None:
+                check_not_rounded(Path(source))
             if (Path(source) / GENERATION_CONFIG_NAME).exists():  # a damaged one would be left out in silence
                 GenerationConfig.from_pretrained(source)
         loaded: Any = AutoModelForCausalLM.from_pretrained(  # its annotation knows no `output_loading_info`
@@ -334,6 +337,18 @@ def check_architecture(name: str | Path, config: object) -> None:
     architectures = getattr(config, "architectures", None) or []
     if architectures and not any(architecture.endswith(CAUSAL_ARCHITECTURES) for architecture in architectures):
         raise InputError(f"{name}: is a {architectures[0]}, not a causal language model; take one that generates text")
+
+
+def check_not_rounded(folder: Path) -> None:
+    """`InputError` for whole numbers as weights, whose scale no config.json gives: they would be taken as they are."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 (no dict)
+                if (kind := stored.get_slice(name).get_dtype()).startswith(("I", "U")) and name.endswith(".weight"):
+                    raise InputError(
+                        f"{file}: {name} is of type {kind}, and config.json has no quantization_config that says what "
+                        "it stands for; fetch the model again, or take one in float32, bfloat16 or float16"
+                    )
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def announce(module_name: str, what: str = "PyTorch, Transformers and TRL") -> N
 
 
 def prepare(module_name: str) -> None:
-    """For the script that was called: `guard_streams`; until `run_script` a signal to leave is one line and a code."""
+    """For the script that was called: `guard_streams`, and a signal to leave is one line and a code."""
     if module_name == "__main__":
         guard_streams()
         for number, usual in SIGNALS.items():
@@ -71,11 +71,10 @@ def say_at_once(text: str) -> None:
         os.write(1, f"{text}\n".encode(errors="backslashreplace"))
 
 
-def usual_signals() -> None:
-    """What `prepare` did to the signals is undone."""
-    for number, usual in SIGNALS.items():
-        if signal.getsignal(number) is _leave:
-            signal.signal(number, usual)
+def interrupts_raise() -> None:
+    """Ctrl-C is a KeyboardInterrupt again. Other signals stay one line and a code until a script takes them."""
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def guard_streams() -> None:

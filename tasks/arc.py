@@ -255,7 +255,8 @@ class ArcJudge:
         def save(folder: Path) -> None:
             lines = ["| " + " | ".join(row) + " |" for row in (columns, ["---"] * len(columns), *rows)]
             made = {"date": date.today().isoformat(), "commit": commit()}
-            content = {"task": "arc", **made, **self.settings, "chance": chance, "policies": answers_of}
+            baselines = {"random option": chance, f"always {letter}": most / count}
+            content = {"task": "arc", **made, **self.settings, "baselines": baselines, "policies": answers_of}
             with writing(f"--output_dir {folder}", "make room, or name another folder"):
                 folder.mkdir(parents=True, exist_ok=True)
                 write_whole(folder / TABLE_FILE, "\n".join(lines) + "\n")

@@ -54,6 +54,10 @@ ODD_ADAPTERS = [
     (LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), "with modules_to_save cannot"),
     (LoraConfig(target_modules=["q_proj"], layers_to_transform=[0]), "with layers_to_transform cannot"),
     (LoraConfig(target_modules=r".*q_proj"), "with target_modules as a pattern cannot"),
+    (
+        LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa_niter_4"),
+        "with init_lora_weights pissa_niter_4 cannot",
+    ),
     (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "with PeftType.IA3 cannot"),
 ]
 
@@ -66,6 +70,7 @@ def test_an_adapter_that_cannot_be_joined(config, words):
 
 def test_plain_lora_can_be_joined():
     adapters.check_joinable(Path("runs/plain"), LoraConfig(target_modules=["q_proj"], use_rslora=True))
+    adapters.check_joinable(Path("runs/plain"), LoraConfig(target_modules=["q_proj"], init_lora_weights="gaussian"))
 
 
 def test_every_option_of_trl_for_what_cannot_be_joined_is_refused():

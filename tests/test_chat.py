@@ -183,6 +183,11 @@ def test_a_token_that_the_model_does_not_have_is_one_line(name, folders):
         Reader(tokenizer).completions(model, PROMPTS[:1])
 
 
+def test_more_completions_than_anyone_waits_for(tokenizers):
+    with pytest.raises(InputError, match=r"^--samples_per_state 10000: 200 prompts make 2000000 completions, expected"):
+        Reader(tokenizers["llama"]).completions(None, PROMPTS[:1] * 200, samples=10_000)
+
+
 def test_greedy_answers_do_not_depend_on_how_they_are_batched(folders, tokenizers):
     model, tokenizer = load_model(folders["llama"], dtype="float32"), tokenizers["llama"]
     reader = Reader(tokenizer, max_completion_tokens=4, rows_per_batch=5)

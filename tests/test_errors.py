@@ -91,6 +91,22 @@ def test_a_signal_while_a_script_is_being_imported(number):
     assert child.returncode == 75
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_while_a_script_is_at_work(number):
+    """Before a training run has its own handlers, and in every other script."""
+    work = "lambda: (print(1, flush=True), time.sleep(20))"
+    program = f"import time\nfrom llm_policy.errors import run_script\nrun_script({work})"
+    child = subprocess.Popen(
+        [sys.executable, "-c", ANNOUNCED + "\n" + program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    assert child.stdout.readline() == "1\n"
+    time.sleep(0.1)  # in the middle of a write the line would come twice
+    child.send_signal(number)
+    assert child.communicate(timeout=10) == ("", "-c: loading all ...\ninterrupted\n")
+    assert child.returncode == 75
+
+
 @pytest.mark.parametrize("output", ["closed", "/dev/full"])
 def test_output_that_takes_no_more(output):
     """As under `| head` and on a full disk."""

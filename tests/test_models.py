@@ -251,7 +251,15 @@ def rename(weights: dict, name: str) -> None:
     weights[f"other.{name}"] = weights.pop(name)
 
 
+def round_off(weights: dict, name: str) -> None:
+    weights[name] = (weights[name] * 127).round().to(torch.int8)
+
+
 DAMAGES = {
+    "whole numbers without their scale": (
+        lambda folder: change_weight(folder / "model.safetensors", "q_proj.weight", round_off),
+        r"q_proj.weight is of type I8, and config.json has no quantization_config",
+    ),
     "a layer less in the configuration": (
         lambda folder: edit_json(folder / "config.json", num_hidden_layers=1),
         r"9 of its weights have no place in the model of its config.json \(model.layers.1.",

@@ -357,12 +357,40 @@ def test_questions_section(results):
     ]  # fmt: skip
 
 
-def test_the_table_of_arc_is_what_the_judge_wrote(results):
+def write_arc(results, right_of: dict[str, int]) -> None:
+    def answers(right: int) -> list[dict]:
+        about = {"questions": 4, "standard_error": 0.25, "unreadable": 0.5, "letters": {"B": 1, "A": 1}}
+        pairs = [(regime, prompt) for prompt in ("without", "with") for regime in ("letter", "answer tags")]
+        return [{"regime": r, "system_prompt": p, "accuracy": right / 4, **about} for r, p in pairs]
+
+    policies = {f"{name}, greedy": {"results": answers(right)} for name, right in right_of.items()}
+    content = {"commit": "b" * 40, "baselines": {"random option": 0.25, "always B": 0.5}, "policies": policies}
     (results / "arc").mkdir()
-    (results / "arc/evaluation.md").write_text("| policy |\n| --- |\n| a model |\n")
-    (results / "arc/evaluation.json").write_text(json.dumps({"commit": "b" * 40}))
+    (results / "arc/evaluation.json").write_text(json.dumps(content))
+
+
+def test_arc_has_a_row_for_all_seeds_of_a_task(results):
+    write_arc(results, {"a/model": 2, "runs/piqa/seed-1": 1, "runs/piqa/seed-2": 2})
     lines = report.all_sections(report.training_results())["arc"].splitlines()
-    assert lines == ["| policy | date, commit |", "| --- | --- |", f"| a model | {WHEN} |"]
+    rows = [cells(line) for line in lines[2:]]
+    assert rows[0] == ["random option", "", "", "4", "25.0%", "", "", WHEN]
+    assert rows[1] == ["always B", "", "", "4", "50.0%", "", "", WHEN]
+    assert [row[:3] for row in rows[2:]] == [
+        [name, regime, prompt]
+        for regime in ("letter", "answer tags")
+        for prompt in ("without", "with")
+        for name in ("a/model", "runs/piqa")
+    ]
+    assert rows[2][3:] == ["4", "50.0% ± 25.0%", "50%", "A 1 B 1", WHEN]
+    assert rows[3][3:] == ["4", "37.5% (25.0%, 50.0%)", "50%", "A 2 B 2", WHEN]
+
+
+def test_a_damaged_table_of_arc_is_one_line(results):
+    write_arc(results, {"a/model": 2})
+    file = results / "arc/evaluation.json"
+    file.write_text(file.read_text().replace('"accuracy": 0.5', '"accuracy": "half"', 1))
+    with pytest.raises(InputError, match=r"^results/arc/evaluation.json: its files are damaged"):
+        report.all_sections(report.training_results())
 
 
 def test_probe_section(results):
