@@ -806,7 +806,8 @@ def arc_section(folder: Path) -> str:
             [name, "", "", asked[0].questions, f"{share:.1%}", "", "", when]
             for name, share in content["baselines"].items()
         ]
-        for i in sorted(range(len(asked)), key=lambda i: ([row.regime for row in asked].index(asked[i].regime), i)):
+        regimes = [row.regime for row in asked]
+        for i in sorted(range(len(asked)), key=lambda i: regimes.index(regimes[i])):  # a regime's prompts side by side
             for label, seeds in policies.items():
                 found = [seed[i] for seed in seeds]
                 letters = sum((Counter(row.letters) for row in found), Counter())

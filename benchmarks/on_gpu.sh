@@ -49,6 +49,11 @@ part() { # NAME LIMIT COMMAND...: at most LIMIT seconds, and at most what is lef
   shift 2
   if ((limit > seconds_left)); then limit=$seconds_left; fi
   echo "== $name"
+  if ((limit <= 0)); then
+    failed+=("$name")
+    echo "== $name: no time left"
+    return
+  fi
   "$@" &
   while kill -0 $! 2>/dev/null && ((SECONDS - begun < limit)); do sleep 0.2; done
   if kill -TERM -- "-$!" 2>/dev/null; then sleep 5; fi # past its limit
@@ -88,15 +93,10 @@ embedded_model() {
 gemma_shape() { # a folder that loads: Gemma-2B's architecture, random weights, the embedded model's tokenizer
   "$python" - "$1" <<'PYTHON'
 import sys
-import torch
-from transformers import AutoModelForCausalLM, GemmaConfig
-sys.path.insert(0, ".")
-from llm_policy.models import EMBEDDED_MODEL, load_tokenizer
+sys.path.insert(0, "benchmarks")
+from step_time import EMBEDDED_MODEL, gemma_2b, load_tokenizer
 tokenizer = load_tokenizer(EMBEDDED_MODEL)
-config = GemmaConfig(pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
-                     eos_token_id=tokenizer.eos_token_id, num_hidden_layers=18, num_key_value_heads=1)
-with torch.device("cuda"):
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(sys.argv[1])
+gemma_2b(tokenizer, "bfloat16").save_pretrained(sys.argv[1])
 tokenizer.save_pretrained(sys.argv[1])
 PYTHON
 }
@@ -108,14 +108,14 @@ lake() { # SEED: to the optimum, and its seconds
   local seconds=$((SECONDS - begun)) steps
   steps=$(wc -l < "$work/lake-$1/metrics.jsonl")
   printf '{"seed": %d, "seconds": %d, "steps": %d, "verdict": "%s"}\n' "$1" "$seconds" "$steps" \
-    "$(tail -n 1 "$work/lake-$1/result.txt")" | tee -a "$output/lake.jsonl"
+    "$(tail -n 1 "$work/lake-$1/result.txt" | sed 's/^verdict: //')" | tee -a "$output/lake.jsonl"
   cp "$work/lake-$1/policy.png" "$output/policy.png"
 }
 
-interrupted_and_resumed() { # three steps of the real command, stopped after the first
+interrupted_and_resumed() { # three steps of the real command, stopped on the way
   local run=("$python" train_script.py --config configs/gemma_2b_it.yaml --model_name_or_path "$1"
     --output_dir "$work/gemma" --warm_start always --warm_start_steps 3 --max_steps 3 --save_steps 1
-    --evaluate_steps 3 --samples_per_state 0 --report_to none --use_cpu "$on_cpu")
+    --evaluate_steps 3 --samples_per_state 0 --report_to none "${on[@]}")
   "${run[@]}" &
   local training=$! code=0
   while kill -0 "$training" 2>/dev/null && [[ ! -e "$work/gemma/checkpoint-1/COMPLETE" ]]; do sleep 0.2; done
@@ -128,7 +128,7 @@ interrupted_and_resumed() { # three steps of the real command, stopped after the
 in_four_bits() {
   "$python" train_script.py --config configs/gemma_2b_it.yaml --model_name_or_path "$1" --output_dir "$work/nf4" \
     --load_in_4bit true --objective grpo --warm_start never --max_steps 2 --evaluate_steps 2 --samples_per_state 0 \
-    --report_to none --use_cpu "$on_cpu"
+    --report_to none "${on[@]}"
 }
 
 step() { # NAME OPTIONS...
@@ -158,13 +158,13 @@ all_parts() {
   ((${#failed[@]} == 0))
 }
 
-shape=(--gemma_2b) rounds=() short=() seeds=(0 1 2) on_cpu=false patience=1
+shape=(--gemma_2b) rounds=() short=() seeds=(0 1 2) on=(--use_cpu false) patience=1
 if $rehearsal; then
-  shape=(--dtype float32) seeds=(0) on_cpu=true patience=10
+  shape=(--dtype float32) seeds=(0) patience=10
+  on=(--use_cpu true --dtype float32 --bf16 false) # bfloat16 is slow on many CPUs
   rounds=(--rounds 1 --prompts 1 --group 4 --accumulation 2 --completion_tokens 24)
   short=(--max_steps 1 --warm_start_steps 2 --samples_per_state 0)
 fi
-on=(--use_cpu "$on_cpu")
 seconds_left=$((540 * patience))
 exec > >(tee "$output/log.txt") 2>&1
 all_parts

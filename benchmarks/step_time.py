@@ -40,7 +40,14 @@ from figures import check_output, save_figures
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
-from transformers import AutoModelForCausalLM, GemmaConfig, PreTrainedTokenizerBase, PrinterCallback, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    set_seed,
+)
 from trl import GRPOConfig
 
 from llm_policy.chat import Messages, Reader, fit_to_template, prompt_token_ids, reply_token_ids
@@ -163,18 +170,23 @@ def floor_of_sampling(model: torch.nn.Module, rows: int, tokens: int) -> float:
     return float(np.median(seconds)) * tokens
 
 
+def gemma_2b(tokenizer: PreTrainedTokenizerBase, dtype: str) -> PreTrainedModel:
+    """Gemma-2B's architecture at full size, random weights: time and memory do not depend on them."""
+    config = GemmaConfig(
+        vocab_size=256_000, hidden_size=2048, intermediate_size=16_384, num_hidden_layers=18,
+        num_attention_heads=8, num_key_value_heads=1, head_dim=256, max_position_embeddings=8192,
+        bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+
+
 def build(path: str, arguments: StepArguments, folder: str) -> PolicyTrainer:
     """One trainer on its own copy of the model; `path` is a key of `PATHS`."""
     set_seed(0)
     tokenizer = load_tokenizer(EMBEDDED_MODEL)
-    if arguments.gemma_2b:  # the real architecture at full size; time and memory do not depend on the weights
-        config = GemmaConfig(
-            vocab_size=256_000, hidden_size=2048, intermediate_size=16_384, num_hidden_layers=18,
-            num_attention_heads=8, num_key_value_heads=1, head_dim=256, max_position_embeddings=8192,
-            pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-        )  # fmt: skip
-        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, arguments.dtype))
+    if arguments.gemma_2b:
+        model = gemma_2b(tokenizer, arguments.dtype)
     else:
         model = load_model(EMBEDDED_MODEL, dtype=arguments.dtype)
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")

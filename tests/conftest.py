@@ -45,22 +45,37 @@ def taught_model(folder: Path, architecture: str, steps: int = 120, **options) -
     return folder
 
 
+def at_call(owner, name: str, number: int, act: Callable[..., None]) -> Callable[[], None]:
+    """What makes call `number` (from 1) of `owner.name` begin with `act(*arguments of the call)`."""
+
+    def sabotage() -> None:
+        original, calls = getattr(owner, name), 0
+
+        def counted(*arguments, **options):
+            nonlocal calls
+            calls += 1
+            if calls == number:
+                act(*arguments)
+            return original(*arguments, **options)
+
+        setattr(owner, name, counted)
+
+    return sabotage
+
+
 class Interrupted(Exception):
     pass
 
 
 def interrupted_at_step(number: int, train: Callable[[], object]) -> None:
     """`train`, until it asks the optimiser for step `number`: as a kill there, in this process."""
-    step, calls = torch.optim.AdamW.step, []
 
-    def counted(*arguments, **options):
-        calls.append(1)
-        if len(calls) == number:
-            raise Interrupted
-        return step(*arguments, **options)
+    def interrupt(*_) -> None:
+        raise Interrupted
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.optim.AdamW, "step", counted)
+        patch.setattr(torch.optim.AdamW, "step", torch.optim.AdamW.step)  # it is put back at the end
+        at_call(torch.optim.AdamW, "step", number, interrupt)()
         with pytest.raises(Interrupted):
             train()
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import at_call
 from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -141,24 +142,6 @@ def assert_same_end(out: Path, reference: Path) -> None:
 
 def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def at_call(owner, name: str, number: int, act: Callable[..., None]) -> Callable[[], None]:
-    """`act(*arguments of the call)` in place of call `number` (from 1) of `owner.name`."""
-
-    def sabotage() -> None:
-        original, calls = getattr(owner, name), 0
-
-        def counted(*arguments, **options):
-            nonlocal calls
-            calls += 1
-            if calls == number:
-                act(*arguments)
-            return original(*arguments, **options)
-
-        setattr(owner, name, counted)
-
-    return sabotage
 
 
 def killed_at_step(step: int) -> Callable[[], None]:
