@@ -18,6 +18,7 @@ announce(__name__)
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from peft import PeftModel
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, set_seed
 from trl import GRPOConfig, ModelConfig
 
-from llm_policy import adapters, run_files
+from llm_policy import adapters, processes, run_files
 from llm_policy.chat import Reader, reply_token_ids
 from llm_policy.checkpoints import COMPLETE_MARK, check_finished, checkpoint_to_resume_from, supersede, write_list
 from llm_policy.command_line import asks_for_help, parse_arguments, read_option
@@ -102,6 +103,7 @@ def read_options(argv: Sequence[str] | None) -> Options:
     return Options(*parsed, path, note)
 
 
+@processes.lost_processes(f"{lifecycle.RESUME} resumes from the last checkpoint")
 @disk_errors(f"free space, then {lifecycle.RESUME}")
 def main(argv: Sequence[str] | None = None) -> int:
     options = read_options(argv)
@@ -109,7 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     on_gpu = training.device.type == "cuda"
     hardware, threads = ("CUDA", "") if on_gpu else ("CPU", take_granted_threads())
     config = options.config or "no configuration"
-    print(f"{hardware}: {config} with {options.model.model_name_or_path}, seed {training.seed}", flush=True)
+    together = f", {processes.count()} processes" if processes.count() > 1 else ""
+    print(f"{hardware}: {config} with {options.model.model_name_or_path}, seed {training.seed}{together}", flush=True)
     for note in filter(None, (options.note, threads)):
         print(note, flush=True)
     if training.use_cpu and torch.cuda.is_available():
@@ -124,23 +127,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.trains:
         return train(options)
 
-    is_finished = training.resume_from_checkpoint == "auto" and (output_dir / run_files.EVALUATION_FILE).exists()
+    asked = {f"--{name}": value for name, value in run_files.resolved_config(*options.groups).items()}
+    processes.check_agreement(asked | run_files.source_facts())
+    if processes.from_main(lambda: is_finished(options)):
+        return 0
+    with run_files.only_process_in(output_dir) if processes.is_main() else nullcontext():
+        return train(options)
+
+
+def is_finished(options: Options) -> bool:
+    """Whether the run has ended already, and its result is printed; `InputError` where its folder is not to be used."""
+    training, output_dir = options.training, options.output_dir
+    has_ended = training.resume_from_checkpoint == "auto" and (output_dir / run_files.EVALUATION_FILE).exists()
     if training.resume_from_checkpoint:
-        may_differ = rules.SHOWN_OTHERWISE if is_finished else (*rules.SHOWN_OTHERWISE, *rules.LENGTH)
+        may_differ = rules.SHOWN_OTHERWISE if has_ended else (*rules.SHOWN_OTHERWISE, *rules.LENGTH)
+        if run_files.run_settings(output_dir).get("processes", 1) != processes.count():
+            may_differ = (*may_differ, *rules.BATCH)
         run_files.check_same_run(output_dir, options.groups, may_differ)
     run_files.check_output_dir(output_dir, resumes=training.resume_from_checkpoint is not None)
-    if is_finished:
+    if has_ended:
         check_finished(output_dir)
         print(run_files.finished_text(output_dir), end="")
-        return 0
-    with run_files.only_process_in(output_dir):
-        return train(options)
+    return has_ended
 
 
 def train(options: Options) -> int:
     """The whole job in `--output_dir`; with `--check only` no further than the check. Returns the exit code."""
     script, training, output_dir = options.script, options.training, options.output_dir
-    resume = checkpoint_to_resume_from(output_dir, training.resume_from_checkpoint) if options.trains else None
+    resume = None
+    if options.trains:
+        resume = processes.from_main(lambda: checkpoint_to_resume_from(output_dir, training.resume_from_checkpoint))
+        say_what_differs(output_dir, training)
     stop = lifecycle.StopOnSignal(lifecycle.steps_per_batch(training))
 
     # What is learnt, and how it is judged
@@ -163,15 +180,19 @@ def train(options: Options) -> int:
         "data": run_files.checksum([task.rows if task.source is None else task.source, task.judge.settings]),
         "model": model_checksum(options.model.model_name_or_path, options.model.model_revision),
     }
-    run_files.check_made_from(output_dir, made_from)
+    processes.check_agreement(made_from)
 
     # From here on the run has files
     stop.leave_if_received(f"before the first step: {lifecycle.RESUME} begins again")
-    if resume and training.resume_from_checkpoint != "auto":
-        supersede(resume)
-        (output_dir / run_files.EVALUATION_FILE).unlink(missing_ok=True)
-    (output_dir / COMPLETE_MARK).unlink(missing_ok=True)
-    write_run_files(options, task.judge, on_adapter=bool(folders), made_from=made_from)
+    if processes.is_main():
+        run_files.check_made_from(output_dir, made_from)
+        if resume and training.resume_from_checkpoint != "auto":
+            supersede(resume)
+            (output_dir / run_files.EVALUATION_FILE).unlink(missing_ok=True)
+        (output_dir / COMPLETE_MARK).unlink(missing_ok=True)
+        write_run_files(options, task.judge, on_adapter=bool(folders), made_from=made_from)
+    if resume:
+        processes.wait_for_files(resume)
 
     # The untrained model, for comparison
     stop.at_once = True
@@ -182,7 +203,7 @@ def train(options: Options) -> int:
     reader = Reader(tokenizer, training.max_completion_length)
     model, warm_start = warm_started(
         model, lora, reader, task.lessons, task.is_answer, script, training.seed,
-        output_dir / lifecycle.WARM_START_FOLDER, lambda: stop.received is not None, has_begun=resume is not None,
+        output_dir / lifecycle.WARM_START_FOLDER, stop.received_anywhere, has_begun=resume is not None,
     )  # fmt: skip
     stop.leave_if_received(f"during the warm start: {lifecycle.RESUME} begins it again")
     if warm_start["steps"]:
@@ -223,6 +244,8 @@ def train(options: Options) -> int:
     comparison = task.judge.compare(answers_of)
     in_words = diagnostics.with_collapse(task.judge.judgement(answers_of["trained, greedy"]), steps)
     verdict = f"verdict: {in_words} (warm start {warm_start['steps']} steps, GRPO {steps})"
+    if not processes.is_main():
+        return 0
     run_files.write_whole(output_dir / run_files.RESULT_FILE, f"{comparison.text}{verdict}\n")
     comparison.save(output_dir)
     files = sorted(path.name for path in output_dir.iterdir() if path.is_file() and not path.name.startswith("."))
@@ -249,6 +272,18 @@ def check_data(task: Task, options: Options, context_tokens: int) -> bool:
     return not errors
 
 
+def say_what_differs(output_dir: Path, training: GRPOConfig) -> None:
+    """A line where a run goes on in another number of processes than it was begun with."""
+    begun = run_files.run_settings(output_dir).get("processes", 1)
+    if training.resume_from_checkpoint and (output_dir / run_files.RUN_FILE).exists() and begun != processes.count():
+        completions = training.generation_batch_size
+        print(
+            f"begun with {begun} processes, now {processes.count()}: other random numbers; "
+            f"{completions} completions are sampled at a time",
+            flush=True,
+        )
+
+
 def write_run_files(options: Options, judge: Judge, on_adapter: bool, made_from: dict[str, str]) -> None:
     """resolved_config.yaml and run.json, with all that evaluate_policy.py needs to judge the run again."""
     training, is_quantised = options.training, options.model.load_in_4bit or options.model.load_in_8bit
@@ -260,6 +295,7 @@ def write_run_files(options: Options, judge: Judge, on_adapter: bool, made_from:
         **{name: getattr(options.model, name) for name in adapters.QUANTIZATION if is_quantised},
         "on_adapter": on_adapter,
         "made_from": made_from,
+        "processes": processes.count(),
     }
     device = device_text(on_gpu=training.device.type == "cuda")
     run_files.write_run_files(
@@ -269,13 +305,21 @@ def write_run_files(options: Options, judge: Judge, on_adapter: bool, made_from:
 
 def kept_answers(which: str, model: PreTrainedModel, judge: Judge, file: Path) -> dict:
     """What the model answers before GRPO; kept in `file`, so that a resumed run shows the same row."""
-    try:
-        answers = json.loads(read_text(file))
-        judge.judgement(answers)
-    except (FileNotFoundError, InputError, *OPTION_ERRORS):  # cut, or an older version's: judged again
+
+    def kept() -> dict | None:
+        try:
+            answers = json.loads(read_text(file))
+            judge.judgement(answers)
+        except (FileNotFoundError, InputError, *OPTION_ERRORS):  # cut, or an older version's
+            return None
+        return answers
+
+    answers = processes.from_main(kept)
+    if answers is None:
         print(f"judging the {which} model", flush=True)
         answers = judge.answers(model)
-        run_files.write_whole(file, json.dumps(answers))
+        if processes.is_main():
+            run_files.write_whole(file, json.dumps(answers))
     return answers
 
 
@@ -287,6 +331,7 @@ def policy_trainer(
     if training.reward_weights is None:  # the first is learnt, the others are logged
         training.reward_weights = [1.0] + [0.0] * (len(task.reward_functions) - 1)
     weights = training.reward_weights
+    training.ddp_find_unused_parameters = False  # every process uses its whole adapter in every step
     with library_errors("the trainer refuses these options", OPTION_ERRORS):
         trainer = PolicyTrainer(
             model,

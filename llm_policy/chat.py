@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from llm_policy import processes
 from llm_policy.errors import InputError, library_errors
 from llm_policy.sampling import sample_completions
 
@@ -152,6 +153,8 @@ class Reader:
     ) -> list[str]:
         """Texts of `samples` completions of each prompt at temperature 1, or of the greedy one where `samples` is 0.
 
+        Several processes share the prompts, and each gets all texts.
+
         Args:
             guesses: a likely reply to each prompt. Right or wrong, it changes the time and not the samples.
         """
@@ -163,12 +166,15 @@ class Reader:
         asked = [self.prompt(messages) for messages in prompts]
         replies = None if guesses is None else [reply_token_ids(guess, self.tokenizer) for guess in guesses]
         check_vocabulary([*asked, *(replies or [])], self.tokenizer, model.config.get_text_config().vocab_size)
+        own, group = processes.own_share(len(asked)), max(samples, 1)
+        noise_RT = processes.uniform_from_main(len(asked) * samples, self.max_completion_tokens)
         token_ids = sample_completions(
             model,
-            asked,
+            asked[own],
             sampling_config(model, self.tokenizer, self.max_completion_tokens, temperature=float(samples > 0)),
-            max(samples, 1),
+            group,
             self.rows_per_batch,
-            guesses=replies,
+            guesses=replies and replies[own],
+            noise_RT=noise_RT[own.start * group : own.stop * group],
         )
-        return self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        return processes.gathered(self.tokenizer.batch_decode(token_ids, skip_special_tokens=True))

@@ -1,13 +1,23 @@
 """One kind of error for what a user gave: a line with the file, the value and the remedy, and exit code 2."""
 
+import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from llm_policy.startup import EXIT_INPUT_ERROR, EXIT_INTERRUPTED, OutputError, guard_streams, interrupts_raise
+from llm_policy.startup import (
+    EXIT_INPUT_ERROR,
+    EXIT_INTERRUPTED,
+    OutputError,
+    guard_streams,
+    interrupts_raise,
+    process_index,
+)
 
 OPTION_ERRORS = (AttributeError, ImportError, LookupError, NotImplementedError, TypeError, ValueError)
 # What a disk that refuses says, through torch and safetensors, too
@@ -15,6 +25,7 @@ DISK_WORDS = (
     "No space left", "Disk quota exceeded", "Read-only file system", "PytorchStreamWriter failed writing",
     "inline_container.cc",
 )  # fmt: skip
+MAIN_SPEAKS_FIRST_SECONDS = 10
 WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)  # torch and safetensors wrap a full disk in their own
 
 
@@ -68,6 +79,15 @@ def disk_errors(remedy: str) -> Iterator[None]:
         raise InputError(f"the disk refuses ({error}); {remedy}") from error
 
 
+def _say_error(words: str) -> None:
+    """On standard error. A process beside the main one waits until that one would have ended with the same error."""
+    number = process_index()
+    if number > 0:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_INPUT_ERROR))  # the launcher's, when the main one ends
+        time.sleep(MAIN_SPEAKS_FIRST_SECONDS)
+    print(f"error: {f'process {number}: ' if number else ''}{words}", file=sys.stderr)
+
+
 def run_script(main: Callable[[], int | None]) -> None:
     """Run a script's `main` and exit: its return value as exit code, an `InputError` as one line and code 2.
 
@@ -84,10 +104,11 @@ def run_script(main: Callable[[], int | None]) -> None:
             code = leaving.code
         sys.stdout.flush()
     except (InputError, OutputError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        _say_error(str(error))
         code = EXIT_INPUT_ERROR
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        if process_index() == 0:
+            print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
     with suppress(OutputError):
         sys.stdout.flush()

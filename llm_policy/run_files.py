@@ -170,6 +170,13 @@ def commit() -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
+def source_facts() -> dict[str, str]:
+    """Which code and packages this process runs."""
+    files = sorted(path for folder in ("llm_policy", "tasks") for path in (ROOT / folder).rglob("*.py"))
+    code = checksum([path.read_text(encoding="utf-8") for path in [*files, *sorted(ROOT.glob("*.py"))]])
+    return {"code": code} | {name: version(name) for name in PACKAGES}
+
+
 def write_run_files(
     output_dir: Path, groups: Sequence, config: str, seed: int, settings: dict, device: str,
     resume: str = "the same command",
@@ -229,6 +236,7 @@ class RunSettings(BaseModel, strict=True, extra="allow"):
     on_adapter: bool = False
     made_from: dict[str, str] = {}
     resumed: list[dict[str, str]] = []
+    processes: PositiveInt = 1
 
 
 def run_settings(name: str | Path) -> dict:

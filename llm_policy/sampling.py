@@ -12,9 +12,9 @@ a token, L places of the padded prompt, K own places of a row, N tokens of a pas
 from collections.abc import Callable, Sequence
 
 import torch
-from tqdm import tqdm
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
+from llm_policy.processes import progress
 from llm_policy.prompt_cache import PromptCache, holds_prompts_once
 
 TokenIds = Sequence[int]
@@ -37,6 +37,7 @@ def sample_completions(
     rows_per_batch: int = 256,
     allowed_tokens: Callable[[int, torch.Tensor], list[int]] | None = None,
     guesses: Sequence[TokenIds] | None = None,
+    noise_RT: torch.Tensor | None = None,
 ) -> list[list[int]]:
     """Sample (or decode greedily) `completions_per_prompt` continuations of every prompt.
 
@@ -48,6 +49,8 @@ def sample_completions(
         allowed_tokens: `prefix_allowed_tokens_fn` of `generate`: (row, token ids so far) -> tokens that may come next.
         guesses: what the completion of each prompt may be, with its end token (P lists). Right or wrong, they change
             what is computed and not what is sampled: see `_sample_along`. Not used where `generate` decodes.
+        noise_RT: uniform random numbers, one per token of each completion; drawn here without them. They alone decide
+            what is sampled, except where `generate` decodes.
 
     Returns:
         P * completions_per_prompt lists of token ids, prompt by prompt, each up to and with its end token.
@@ -57,15 +60,18 @@ def sample_completions(
     model.eval()
     model.generation_config = GenerationConfig()
     prompts_per_batch = max(1, rows_per_batch // completions_per_prompt)
+    if noise_RT is None:
+        rows = len(prompts) * completions_per_prompt
+        noise_RT = torch.rand(rows if generation_config.do_sample else 0, generation_config.max_new_tokens)
     completions: list[list[int]] = []
     try:
         firsts = range(0, len(prompts), prompts_per_batch)
-        is_long = len(firsts) > 1  # many maps: minutes on a CPU
-        for first in tqdm(firsts, "asking the model", leave=False, unit="batch", disable=None if is_long else True):
+        for first in progress(firsts, "asking the model", unit="batch"):  # many maps: minutes on a CPU
             batch = prompts[first : first + prompts_per_batch]
             guessed = guesses and guesses[first : first + prompts_per_batch]
+            noise = noise_RT[first * completions_per_prompt :][: len(batch) * completions_per_prompt]
             completions.extend(
-                _sample_batch(model, batch, generation_config, completions_per_prompt, allowed_tokens, guessed)
+                _sample_batch(model, batch, generation_config, completions_per_prompt, allowed_tokens, guessed, noise)
             )
     finally:
         model.generation_config = shipped
@@ -80,6 +86,7 @@ def _sample_batch(
     group: int,
     allowed_tokens: Callable[[int, torch.Tensor], list[int]] | None,
     guesses: Sequence[TokenIds] | None,
+    noise_RT: torch.Tensor,
 ) -> list[list[int]]:
     config = model.config.get_text_config()
     is_own = allowed_tokens is None and _temperature_alone(generation_config) and holds_prompts_once(model)
@@ -110,7 +117,8 @@ def _sample_batch(
     )
     if is_own:
         guesses = guesses or [()] * len(prompts)
-        return _sample_along(guesses, model, cache, ids_PL, mask_PL, positions_PL, group, generation_config)
+        noise_RT = noise_RT.to(model.device)
+        return _sample_along(guesses, model, cache, ids_PL, mask_PL, positions_PL, group, generation_config, noise_RT)
     cache.batch_repeat_interleave(group)
     output = model.generate(
         input_ids=ids_PL.repeat_interleave(group, 0),
@@ -137,6 +145,7 @@ def _sample_along(
     positions_PL: torch.Tensor,
     group: int,
     config: GenerationConfig,
+    noise_RT: torch.Tensor,
 ) -> list[list[int]]:
     """Sample `group` completions of each prompt, several tokens per pass where guesses come true.
 
@@ -147,13 +156,11 @@ def _sample_along(
 
     Args:
         prompts: cache of all prompts without their last token.
+        noise_RT: one number per token, whichever pass it is sampled in: the guesses have no part in what comes out.
+            Decoding greedily needs none.
     """
     vocabulary = model.config.get_text_config().vocab_size
     completions: list[list[int]] = [[] for _ in range(len(ids_PL) * group)]
-    # One number per token, whichever pass it is sampled in: the guesses have no part in what comes out.
-    noise_RT = torch.zeros(len(completions), config.max_new_tokens, device=ids_PL.device)
-    if config.do_sample:
-        noise_RT.uniform_()
     # One row for the completions of a prompt that are equal so far
     rows = [list(range(first, first + group)) for first in range(0, len(completions), group)]
     cache = PromptCache(prompts, mask_PL[:, :-1].bool(), positions_PL[:, :-1], config.max_new_tokens)
@@ -208,7 +215,7 @@ def _take_samples(
         is_early_W = place_W < (config.min_new_tokens or 0)
         if is_early_W.any():
             logits_WV[is_early_W.nonzero(), sorted(ends)] = -torch.inf
-        sampled = _pick(logits_WV, noise_RT[completion_W, place_W], config).tolist()
+        sampled = _pick(logits_WV, noise_RT[completion_W, place_W] if config.do_sample else None, config).tolist()
         as_guessed = []
         for (row, completion), token in zip(going, sampled, strict=True):
             tokens = completions[completion]
@@ -226,9 +233,9 @@ def _take_samples(
     return dict(sorted(parted.items(), key=lambda part: part[0][0])), added / len(members)
 
 
-def _pick(logits_WV: torch.Tensor, noise_W: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
+def _pick(logits_WV: torch.Tensor, noise_W: torch.Tensor | None, config: GenerationConfig) -> torch.Tensor:
     """One token per row: the most probable, or the one in whose share of the cumulated distribution the noise falls."""
-    if not config.do_sample:
+    if noise_W is None:
         return logits_WV.argmax(1)
     logits_WV = logits_WV.float()
     if config.temperature not in (None, 1.0):

@@ -39,20 +39,32 @@ class _Stream(io.FileIO):
             return len(data)  # there is no other place to say it
 
 
+def process_index() -> int:
+    """This process's number among those that torchrun or a like launcher started; 0, the main one, where none did."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() else 0
+
+
 def announce(module_name: str, what: str = "PyTorch, Transformers and TRL") -> None:
     """`prepare`, and say on standard error what is being loaded, if `module_name` is the script that was called.
 
     Scripts call it before they import anything that takes time.
     """
     prepare(module_name)
-    if module_name == "__main__":
+    if module_name == "__main__" and process_index() == 0:
         print(f"{Path(sys.argv[0]).name}: loading {what} ...", file=sys.stderr, flush=True)
 
 
 def prepare(module_name: str) -> None:
-    """For the script that was called: `guard_streams`, and a signal to leave is one line and a code."""
+    """For the script that was called: `guard_streams`, and a signal to leave is one line and a code.
+
+    Of several processes the main one alone speaks; the others keep standard error for what they alone know.
+    """
     if module_name == "__main__":
         guard_streams()
+        if process_index() > 0:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.environ["TQDM_DISABLE"] = "1"
         for number, usual in SIGNALS.items():
             if signal.getsignal(number) is usual:  # else it is ignored, as in the background of a shell
                 signal.signal(number, _leave)
@@ -60,8 +72,9 @@ def prepare(module_name: str) -> None:
 
 def _leave(*_) -> None:
     """At once: a KeyboardInterrupt would be taken for a failed import by some packages."""
-    with suppress(OSError):
-        os.write(2, b"interrupted\n")
+    if process_index() == 0:
+        with suppress(OSError):
+            os.write(2, b"interrupted\n")
     os._exit(EXIT_INTERRUPTED)
 
 

@@ -196,9 +196,9 @@ def test_the_forms_gradient_is_that_of_the_log_odds():
     objective = ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), 0.0, form_coef=0.5)
     logits_T = torch.tensor([2.0, 5.0, -1.0, 20.0], dtype=torch.float64, requires_grad=True)  # the third is the action
     log_p_T = torch.nn.functional.logsigmoid(logits_T)
-    loss, sums = objective.form_loss([log_p_T, log_p_T], [NamedAction(0, 2, 3, 0), NamedAction(2, 2, 3, 1)])
+    loss, sums = objective.form_loss([log_p_T, log_p_T], [NamedAction(0, 2, 3, 0), NamedAction(2, 2, 3, 1)], 4)
     (gradient_T,) = torch.autograd.grad(-loss, logits_T)
-    assert gradient_T.tolist() == pytest.approx([0.5, 0.5, 0.0, 0.0])  # weight 0.5, mean of two
+    assert gradient_T.tolist() == pytest.approx([0.25, 0.25, 0.0, 0.0])  # weight 0.5, two in four groups
     failure = 2 * sum(1 - logits_T.detach()[t].sigmoid() for t in (0, 1, 3))
     assert sums["form/failure_probability"].item() == pytest.approx(failure.item())
 
@@ -213,7 +213,7 @@ def test_one_well_formed_completion_of_each_group_teaches_the_form():
 
 
 def test_without_an_exemplar_the_form_has_no_loss():
-    loss, _ = ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), 0.0, form_coef=0.5).form_loss([], [])
+    loss, _ = ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), 0.0, form_coef=0.5).form_loss([], [], 2)
     assert loss.item() == 0.0
 
 

@@ -367,9 +367,9 @@ def test_each_prompt_is_sampled_along_the_guess_of_its_row(tmp_path, monkeypatch
     prompts = prompts_of(trainer)
     seen = []
 
-    def spying(model, prompts, *arguments, guesses):
+    def spying(model, prompts, *arguments, guesses, **options):
         seen.extend(zip(prompts, guesses, strict=True))
-        return sampling.sample_completions(model, prompts, *arguments, guesses=guesses)
+        return sampling.sample_completions(model, prompts, *arguments, guesses=guesses, **options)
 
     monkeypatch.setattr(trainer_module, "sample_completions", spying)
     order = [2, 0, 1]

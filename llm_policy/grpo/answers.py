@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from llm_policy import processes
 from llm_policy.chat import Messages, Reader
 from llm_policy.completions import action_index, parse_completion
 from llm_policy.grpo.packing import attention_mask, behind_prefix, only_positions, pack_groups
@@ -56,11 +56,10 @@ def answer_probabilities(
     asked = [(p, thought) for p, thought in dict.fromkeys(asked) if thought is not None]
     pairs = [(prompts[p], thought) for p, thought in asked]
     score = _packed_scores if _packing_is_right(model, reader, pairs[:1], actions) else _plain_scores
-    known: dict[tuple[int, str | None], np.ndarray] = {}
-    for first in tqdm(range(0, len(asked), PROMPTS_PER_PASS), "scoring answers", leave=False, disable=None):
-        passed = slice(first, first + PROMPTS_PER_PASS)
-        scores = score(model, reader, pairs[passed], actions)
-        known.update(zip(asked[passed], np.exp(scores), strict=True))
+    own, scores = pairs[processes.own_share(len(pairs))], []
+    for first in processes.progress(range(0, len(own), PROMPTS_PER_PASS), "scoring answers"):
+        scores.extend(score(model, reader, own[first : first + PROMPTS_PER_PASS], actions))
+    known = dict(zip(asked, map(np.exp, processes.gathered(scores)), strict=True))
 
     nothing_A = np.zeros(len(actions))
     exact_PA = np.array([known[p, t][0] * known[p, t][1:] if t else nothing_A for p, t in enumerate(guessed)])

@@ -44,6 +44,7 @@ SHOWN_OTHERWISE = (
     "output_dir", "resume_from_checkpoint", "report_to", "check", "logging_steps", "log_completions", "disable_tqdm",
     "save_strategy", "save_steps", "save_total_limit",
 )  # fmt: skip
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")  # of other processes
 LENGTH = ("max_steps", "num_train_epochs", "evaluate_steps", "stop_when", "samples_per_state", "episodes")
 
 
@@ -103,11 +104,12 @@ def check_arguments(script: ScriptArguments, training: GRPOConfig, model: ModelC
         raise InputError(
             f"--load_in_{bits} true: the package bitsandbytes is missing; pip install -r requirements-4bit.txt"
         )
-    if script.check != "only" and (training.n_gpu > 1 or training.world_size > 1):
+    if script.check != "only" and training.n_gpu > 1:
         raise InputError(
-            f"{max(training.n_gpu, training.world_size)} GPUs or processes: a run takes one; set CUDA_VISIBLE_DEVICES "
-            "to one GPU, and give each seed a process of its own (train_script.sh does)"
+            f"{training.n_gpu} GPUs and one process: give each GPU its own (python -m llm_policy.launch "
+            f"--nproc_per_node {training.n_gpu} train_script.py ...), or set CUDA_VISIBLE_DEVICES to one of them"
         )
+    _check_processes(training, script.packed)
     if model.attn_implementation not in ATTENTION:
         raise InputError(
             f"--attn_implementation {model.attn_implementation}: rows of several completions need a mask of their own; "
@@ -122,6 +124,25 @@ def check_arguments(script: ScriptArguments, training: GRPOConfig, model: ModelC
         )
     _check_batches(training)
     _ask_libraries(training, model)
+
+
+def _check_processes(training: GRPOConfig, packed: bool) -> None:
+    """`InputError` where several processes cannot train together in the way that is asked for."""
+    if training.world_size == 1:
+        return
+    for name, is_on in (("FSDP", training.fsdp), ("DeepSpeed", training.deepspeed)):
+        if is_on:
+            raise InputError(
+                f"{name}: the model is in pieces, and sampling, packing and judging here need it whole in each "
+                "process; use DDP (plain torchrun), and --load_in_4bit true where one GPU is too small"
+            )
+    rows = training.per_device_train_batch_size * training.steps_per_generation
+    if packed and rows % training.num_generations:
+        raise InputError(
+            f"--per_device_train_batch_size {training.per_device_train_batch_size}: {rows} completions of each of "
+            f"{training.world_size} processes (x --steps_per_generation {training.steps_per_generation}), expected a "
+            f"multiple of --num_generations {training.num_generations}, so that a group stays in one process"
+        )
 
 
 def _ask_libraries(training: GRPOConfig, model: ModelConfig) -> None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import ExportableState
 
+from llm_policy import processes
 from llm_policy.hardware import give_memory_back
 from llm_policy.run_files import write_whole
 
@@ -208,6 +209,8 @@ class MetricsFile(TrainerCallback):
 
     def cut_back(self, state: TrainerState) -> None:
         """Leave out what stands behind the checkpoint that a run resumes from."""
+        if not processes.is_main():
+            return
         kept = []
         if self.path.exists():
             lines = self.path.read_text(errors="replace").splitlines()

@@ -146,12 +146,13 @@ class ExpectedObjective:
         return -total / len(rewards_BA), sums
 
     def form_loss(
-        self, log_probabilities: Sequence[torch.Tensor], exemplars: Sequence[NamedAction]
+        self, log_probabilities: Sequence[torch.Tensor], exemplars: Sequence[NamedAction], groups: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The form's loss, a mean over the exemplars, and the sum over them of how often their form goes wrong.
+        """The form's loss, a mean over the groups, and the sum over the exemplars of how often their form goes wrong.
 
         Args:
             log_probabilities: of all tokens of each exemplar.
+            groups: of the batch, also those without an exemplar: it must not matter how batches are cut up.
         """
         pairs = zip(log_probabilities, exemplars, strict=True)
         pieces = [piece_T for log_p_T, n in pairs for piece_T in (log_p_T[: n.start], log_p_T[n.stop :])]
@@ -159,7 +160,7 @@ class ExpectedObjective:
         failure_N = -torch.expm1(log_p_N.detach())
         is_unsure_N = failure_N > SURE
         log_odds = (log_p_N / failure_N.clamp(min=SURE))[is_unsure_N].sum()  # has their gradient, 1 / (1 - p) dlog p
-        return -self.form_coef * log_odds / max(1, len(exemplars)), {"form/failure_probability": failure_N.sum()}
+        return -self.form_coef * log_odds / max(1, groups), {"form/failure_probability": failure_N.sum()}
 
 
 # The terms: log-probabilities of the actions' strings (N, A), rewards (N, A), c -> what is to be raised, (N,) ---------

@@ -10,6 +10,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, ModelConfig
 
+from llm_policy import processes
 from llm_policy.adapters import joined, loading_options
 from llm_policy.checkpoints import COMPLETE_MARK
 from llm_policy.errors import EXIT_INTERRUPTED, InputError
@@ -20,6 +21,7 @@ from llm_policy.models import load_model, not_finite
 from llm_policy.startup import say_at_once
 
 RESUME = "--resume_from_checkpoint auto"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 WARM_START_FOLDER, GRPO_FOLDER = "warm_start", "grpo"  # the two adapters that are joined in the end
 
 
@@ -55,8 +57,14 @@ class StopOnSignal(TrainerCallback):
             say_at_once(f"{self.received}: {words}")
             raise SystemExit(EXIT_INTERRUPTED)
 
+    def received_anywhere(self) -> bool:
+        """Whether any process of the run got a signal; then all have, and leave at the same place."""
+        others = [name for name in processes.gathered([self.received]) if name]
+        self.received = self.received or (others[0] if others else None)
+        return self.received is not None
+
     def on_step_end(self, args, state, control, **kwargs):
-        if self.received and state.global_step % self.steps_per_batch == 0:
+        if self.received_anywhere() and state.global_step % self.steps_per_batch == 0:
             control.should_save = True
             control.should_training_stop = True
 
@@ -132,12 +140,14 @@ def saved_policy(trainer: PolicyTrainer, folders: Sequence[Path], model_config: 
     """
     output_dir, loading = Path(trainer.args.output_dir), loading_options(model_config)
     trained = trainer.accelerator.unwrap_model(trainer.model)
-    trained.save_pretrained(output_dir / GRPO_FOLDER, selected_adapters=["default"])
     trainer.forget_merged_weights()  # a GPU has to hold the model once more, to be judged
     give_memory_back()
-    lora = trained.peft_config["default"]
-    plain = loading | {"quantization_config": None}  # joining looks at the adapters alone
-    base = load_model(lora.base_model_name_or_path, revision=lora.revision or "main", **plain)  # no warm start in it
-    joined(base, [*folders, output_dir / GRPO_FOLDER]).save_pretrained(output_dir)
-    trainer.processing_class.save_pretrained(output_dir)
+    if processes.is_main():
+        trained.save_pretrained(output_dir / GRPO_FOLDER, selected_adapters=["default"])
+        lora = trained.peft_config["default"]
+        plain = loading | {"quantization_config": None}  # joining looks at the adapters alone
+        base = load_model(lora.base_model_name_or_path, revision=lora.revision or "main", **plain)  # no warm start
+        joined(base, [*folders, output_dir / GRPO_FOLDER]).save_pretrained(output_dir)
+        trainer.processing_class.save_pretrained(output_dir)
+    processes.wait_for_files(output_dir, ADAPTER_FILES)
     return load_model(output_dir, device=trainer.args.device, **loading)

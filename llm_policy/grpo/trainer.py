@@ -6,6 +6,7 @@ Axes: B completions of a batch, T tokens of a completion, F reward functions, N 
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler, split_tensor_dict
 
+from llm_policy import processes
 from llm_policy.checkpoints import written_whole
 from llm_policy.errors import InputError
 from llm_policy.grpo.expected import (
@@ -69,7 +71,9 @@ class PolicyTrainer(GRPOTrainer):
     5. The order of the rows depends on seed and epoch alone, so that a resumed run sees what it would have seen.
     6. Rewards are float64 until they are advantages: the mean of equal ones is then exact, and a unanimous group has no
        variance. In float32 rounding errors of 1e-7 make advantages of 1e-3, and unanimous groups count as varied.
-    7. `frac_reward_zero_std` is the share of groups in which all completions earn the same, under every
+    7. Several processes sample with random numbers of the main one, so that one process and many with the same batch
+       learn the same.
+    8. `frac_reward_zero_std` is the share of groups in which all completions earn the same, under every
        `scale_rewards`; with "batch" and with normalised rewards TRL logs whether the whole batch does.
     """
 
@@ -169,8 +173,13 @@ class PolicyTrainer(GRPOTrainer):
                 print("no GPU memory for merged weights: decoding through the adapter, which is slower")
         if self._merged_copy is not None:
             model = self._merged_copy.refreshed()
+        rows = len(prompt_ids)  # as many in every process
+        noise_RT = processes.uniform_from_main(rows * processes.count(), self.generation_config.max_new_tokens)
+        noise_RT = noise_RT[rows * processes.index() :][:rows]
         with self.accelerator.autocast():
-            sampled = sample_completions(model, unique, self.generation_config, num_generations, guesses=guessed)
+            sampled = sample_completions(
+                model, unique, self.generation_config, num_generations, guesses=guessed, noise_RT=noise_RT
+            )
         return sampled, None
 
     def forget_merged_weights(self) -> None:
@@ -215,7 +224,7 @@ class PolicyTrainer(GRPOTrainer):
         if self.scale_rewards == "group":
             above_PG = above_PG / (reward_PG.std(dim=1, keepdim=True) + STD_EPSILON)
         elif self.scale_rewards == "batch":
-            above_PG = above_PG / (reward_PG.std() + STD_EPSILON)
+            above_PG = above_PG / (self.accelerator.gather(reward_PG).std() + STD_EPSILON)
         return above_PG.flatten().float()
 
     # Training pass ---------------------------------------------------------------------------------------------
@@ -233,6 +242,8 @@ class PolicyTrainer(GRPOTrainer):
         # Without advantage a completion is computed as far as its answer, for what could stand there, or not at all.
         branched = {branch.completion for branch in self._branches}
         scored = [i for i, length in enumerate(lengths_B) if length > 0 and (i in branched or not skipped_B[i])]
+        if not scored and self.accelerator.num_processes > 1:  # where others have something, all must take part
+            scored, lengths_B[0], skipped_B[0] = [0], max(1, lengths_B[0]), False
         log_probabilities_BT = torch.zeros(input_ids[:, -logits_to_keep:].shape, device=input_ids.device)
         entropies_BT = torch.zeros_like(log_probabilities_BT)
         if not scored:  # nothing to learn from: a differentiable zero, and an entropy that the log leaves out
@@ -304,7 +315,8 @@ class PolicyTrainer(GRPOTrainer):
                 self._log_means(sums, len(named))
                 if self.expected.form_coef:
                     own = [self._own_log_probabilities[n.completion] for n in exemplars]
-                    form_term, sums = self.expected.form_loss(own, exemplars)
+                    groups = len(rewards_BA) // self.num_generations
+                    form_term, sums = self.expected.form_loss(own, exemplars, groups)
                     term = term + form_term
                     self._log_means(sums, len(exemplars))
                 loss = loss + term / (self.current_gradient_accumulation_steps if self.model.training else 1)
@@ -332,8 +344,11 @@ class PolicyTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with written_whole(checkpoint, self.stands_on):
+        with written_whole(checkpoint, self.stands_on) if processes.is_main() else nullcontext():
+            processes.wait_for_all()  # the others write into the folder once it is marked as begun
             super()._save_checkpoint(model, trial)
+            processes.wait_for_all()  # the list is made when all have written
+        processes.wait_for_all()
 
     def log(self, logs, start_time=None):
         """TRL's log, less metrics that no micro-batch had a value for (entropy, where every group was skipped)."""

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
-from llm_policy import adapters
+from llm_policy import adapters, processes
 from llm_policy.chat import Messages, Reader, reply_token_ids
 from llm_policy.checkpoints import COMPLETE_MARK, damage, written_whole
 from llm_policy.completions import parse_completion
@@ -65,6 +65,7 @@ def warm_started(
         if validity >= needed:
             return model, {"steps": 0, "format_validity": validity}
     student = adapters.fresh(model, lora)
+    processes.take_from_main(p for p in student.parameters() if p.requires_grad)
     report = teach_format(
         student,
         reader,
@@ -79,9 +80,11 @@ def warm_started(
     )
     if should_stop():
         return model, report
-    with written_whole(folder):
-        student.save_pretrained(folder)
-        (folder / REPORT_FILE).write_text(json.dumps(report) + "\n")
+    if processes.is_main():
+        with written_whole(folder):
+            student.save_pretrained(folder)
+            (folder / REPORT_FILE).write_text(json.dumps(report) + "\n")
+    processes.wait_for_files(folder)
     return adapters.stood_on(student.unload(), folder), report
 
 
@@ -134,12 +137,14 @@ def teach_format(
     device = next(model.parameters()).device
     model.train()
     # No total: it usually ends after five steps, and a bar that counts to `max_steps` would promise the longest case.
-    progress = tqdm(desc=f"warm start (form only), at most {max_steps} steps, usually 5", unit="step")
+    what = f"warm start (form only), at most {max_steps} steps, usually 5"
+    progress = tqdm(desc=what, unit="step", disable=not processes.is_main())
     try:
         for step in range(1, max_steps + 1):
             order = torch.randperm(len(lessons), generator=generator)[:prompts_per_step].tolist()
-            loss = 0.0
-            for first in range(0, len(order), PROMPTS_PER_PASS):
+            loss = torch.zeros((), device=device)
+            chunks = range(0, len(order), PROMPTS_PER_PASS)
+            for first in chunks[processes.own_share(len(chunks))]:
                 chunk = order[first : first + PROMPTS_PER_PASS]
                 batch = [(lessons[i][0], reply) for i in chunk for reply in lessons[i][1]]
                 packed = pack_groups(
@@ -153,16 +158,18 @@ def teach_format(
                     log_probabilities_N, _ = packed_log_probabilities(model, base_model, packed)
                 chunk_loss = -log_probabilities_N.float().mean() * len(chunk) / len(order)
                 chunk_loss.backward()
-                loss += chunk_loss.item()
+                loss += chunk_loss.detach()
+            share_gradient(parameters)
+            processes.add_up([loss])
             if not math.isfinite(loss):
                 remedy = f"lower --warm_start_learning_rate {learning_rate:g}"
                 raise InputError(f"warm start, step {step}: the loss is no number; {remedy}")
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-            report.update(steps=step, loss=loss)
+            report.update(steps=step, loss=loss.item())
             progress.update()
-            progress.set_postfix(loss=f"{loss:.3f}", well_formed=f"{report['format_validity']:.0%}")
+            progress.set_postfix(loss=f"{report['loss']:.3f}", well_formed=f"{report['format_validity']:.0%}")
             if should_stop():
                 break
             if step % CHECK_EVERY_STEPS == 0 or step == max_steps:
@@ -175,3 +182,11 @@ def teach_format(
         vars(base_model).pop("forward", None)  # the fused head closes over settings of this stage only
         give_memory_back()
     return report
+
+
+def share_gradient(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Add the processes' gradients up; one that had nothing to compute counts as zero."""
+    if processes.count() > 1:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        processes.add_up(p.grad for p in parameters)

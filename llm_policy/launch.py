@@ -1,0 +1,92 @@
+"""Start several processes of one run: torchrun with the signals and the exit codes of a single process.
+
+    python -m llm_policy.launch --nproc_per_node 2 train_script.py --config configs/gemma_2b_it.yaml
+
+    --nproc_per_node N    processes of this machine, one for each GPU
+    --nnodes N            machines; on each of them the same command, with the next three
+    --rdzv_backend c10d --rdzv_id ID --rdzv_endpoint HOST:PORT    where they meet: a free port of one of them
+
+All options before the script are torchrun's, and `torchrun --help` has the others. What plain torchrun does otherwise:
+it ends with code 1 and a page of report whatever happened, gives its processes 30 seconds after SIGTERM, and dies of
+SIGUSR1 without them. Here a signal goes to every process; they finish the step and write a checkpoint. The exit code is
+that of the process that ended first.
+"""
+
+from llm_policy.startup import announce
+
+announce(__name__, "PyTorch")
+
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+
+import psutil
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.run import parse_args, run
+
+from llm_policy.errors import EXIT_INPUT_ERROR, InputError, run_script
+from llm_policy.hardware import granted_threads
+
+MEET_WITHIN_SECONDS = 110
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if not argv or argv[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0 if argv else EXIT_INPUT_ERROR
+    args = parse_args(argv)
+    args.signals_to_handle = "SIGHUP"  # the others are passed on here
+    processes = int(args.nproc_per_node) if args.nproc_per_node.isdecimal() else 1
+    threads = granted_threads() or len(os.sched_getaffinity(0))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads // processes)))
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # the processes speak for themselves
+    for number in PASSED_ON:
+        signal.signal(number, pass_on)
+    meeting = threading.Timer(MEET_WITHIN_SECONDS, give_up, [args.rdzv_endpoint])
+    meeting.daemon = True
+    meeting.start()
+    try:
+        run(args)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:
+            name = signal.Signals(-failure.exitcode).name
+            print(f"error: process {rank} was ended by {name}; SIGKILL mostly means no memory left", file=sys.stderr)
+            return 128 - failure.exitcode
+        return failure.exitcode
+    except (RendezvousError, DistError) as error:
+        raise InputError(no_meeting(args.rdzv_endpoint)) from error
+    return 0
+
+
+def no_meeting(endpoint: str) -> str:
+    return (
+        f"--rdzv_endpoint {endpoint}: the processes do not meet there; the port is in use by another program, the host "
+        "cannot be reached, or a node did not start; name another endpoint, or start again"
+    )
+
+
+def give_up(endpoint: str) -> None:
+    """Leave where no process has been started by now: torch would wait for ten minutes, or for ever."""
+    if not psutil.Process().children():
+        print(f"error: {no_meeting(endpoint)}", file=sys.stderr, flush=True)
+        os._exit(EXIT_INPUT_ERROR)
+
+
+def pass_on(number: int, _frame) -> None:
+    """A signal to the processes that were started, each of which has a session of its own."""
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            child.send_signal(number)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,316 @@
+"""Two processes that train together end as one does, stop together, and say in one line what went wrong.
+
+Most processes here are forked children of the test, as in tests/test_resume.py: imports take longer than the runs.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from conftest import at_call
+from safetensors.torch import load_file
+from test_train_script import metrics_of, small_run
+from trl import GRPOConfig
+
+import train_script
+from llm_policy import launch, processes
+from llm_policy.errors import EXIT_INPUT_ERROR, EXIT_INTERRUPTED, InputError, run_script
+from llm_policy.grpo.arguments import _check_processes
+from llm_policy.run_files import ROOT
+
+TIMEOUT_SECONDS = 120
+# Eight completions of two groups: four in each of two processes
+RUN = ("--warm_start_prompts", 11, "--save_steps", 3, "--max_steps", 3, "--report_to", "none", "--evaluate_steps", 3)
+
+
+def nothing() -> None:
+    pass
+
+
+def together(
+    work: Callable[[], int | None], folder: Path, sabotage: dict[int, Callable[[], None]] | None = None, count: int = 2
+) -> list[int]:
+    """Exit codes of `count` forked processes that call `work`; what each says goes to its log in `folder`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(count):
+        child = os.fork()
+        if child == 0:
+            code = 70
+            try:
+                output = os.open(folder / f"process-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+                AcceleratorState._reset_state(reset_partial_state=True)  # the test's own runs have made one
+                os.environ |= {
+                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                }  # fmt: skip
+                torch.set_num_threads(1)
+                (sabotage or {}).get(rank, nothing)()
+                try:
+                    run_script(work)
+                except SystemExit as leaving:
+                    code = int(leaving.code or 0)
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
+        children.append(child)
+    codes: dict[int, int] = {}
+    until = time.monotonic() + TIMEOUT_SECONDS
+    while len(codes) < count and time.monotonic() < until:
+        for child in set(children) - set(codes):
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if pid:
+                codes[child] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    for child in set(children) - set(codes):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    said = [(folder / f"process-{rank}.log").read_text() for rank in range(count)]
+    assert len(codes) == count, f"no end after {TIMEOUT_SECONDS} s: {said}"
+    return [codes[child] for child in children]
+
+
+def train_together(arguments: list[str], folder: Path, **how) -> list[int]:
+    return together(lambda: train_script.main(arguments), folder, **how)
+
+
+def last_line(folder: Path, rank: int) -> str:
+    return (folder / f"process-{rank}.log").read_text().strip().splitlines()[-1]
+
+
+# One run -----------------------------------------------------------------------------------------------------------
+
+OBJECTIVES = {
+    "natural": (),
+    "grpo": ("--objective", "grpo", "--form_coef", 0),
+    "grpo, rewards over the batch": ("--objective", "grpo", "--form_coef", 0, "--scale_rewards", "batch"),
+    "natural, accumulated": ("--gradient_accumulation_steps", 2),
+    "distillation": ("--objective", "distillation"),
+    "trl's own pass": ("--objective", "grpo", "--form_coef", 0, "--packed", "false", "--temperature", 1.0),
+}
+
+
+@pytest.mark.parametrize("more", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_two_processes_end_as_one_does(more, answering_llama, tmp_path):
+    """Same completions, rewards and weights, up to rounding; every metric once."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    batch, half = ("--per_device_train_batch_size", 8), ("--per_device_train_batch_size", 4)
+    assert train_together(small_run(answering_llama, one, *RUN, *more, *batch), tmp_path, count=1) == [0]
+    assert train_together(small_run(answering_llama, two, *RUN, *more, *half), tmp_path) == [0, 0]
+    if "--packed" in more:  # TRL's own sampling draws other numbers in every process
+        assert len(metrics_of(two)) == 3
+        return
+    for folder in (".", "grpo", "warm_start"):
+        expected, found = (load_file(out / folder / "adapter_model.safetensors") for out in (one, two))
+        assert expected.keys() == found.keys()
+        for name in expected:
+            torch.testing.assert_close(found[name], expected[name], rtol=0.02, atol=1e-4, msg=f"{folder}: {name}")
+    for expected, found in zip(metrics_of(one), metrics_of(two), strict=True):
+        assert expected.keys() == found.keys()
+        for name in expected.keys() & {"reward", "num_tokens", "frac_reward_zero_std", "action/entropy"}:
+            assert found[name] == pytest.approx(expected[name], rel=1e-3), (expected["step"], name)
+    judged = [json.loads((out / "evaluation.json").read_text())["policies"] for out in (one, two)]
+    assert [policy["policy"] for policy in judged[0]] == [policy["policy"] for policy in judged[1]]
+    assert sorted(path.name for path in one.iterdir()) == sorted(path.name for path in two.iterdir())
+
+
+def signal_at_step(number: int) -> Callable[[], None]:
+    return at_call(torch.optim.AdamW, "step", number, lambda *_: os.kill(os.getpid(), signal.SIGUSR1))
+
+
+def test_a_signal_to_one_process_stops_both_and_the_run_resumes(answering_llama, tmp_path):
+    """Both at the same step with one checkpoint; resumed, the run ends byte for byte as one that nobody stopped."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    half = ("--per_device_train_batch_size", 4, "--resume_from_checkpoint", "auto")
+    warm_start_steps = 2
+    assert train_together(small_run(answering_llama, whole, *RUN, *half), tmp_path) == [0, 0]
+    asked = small_run(answering_llama, stopped, *RUN, *half)
+    codes = train_together(asked, tmp_path, sabotage={1: signal_at_step(warm_start_steps + 2)})
+    assert codes == [EXIT_INTERRUPTED, EXIT_INTERRUPTED]
+    assert last_line(tmp_path, 0) == (
+        "SIGUSR1: checkpoint of step 2 written; --resume_from_checkpoint auto resumes from it"
+    )
+    assert [path.name for path in stopped.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert train_together(asked, tmp_path) == [0, 0]
+    adapters = [(out / "adapter_model.safetensors").read_bytes() for out in (whole, stopped)]
+    assert adapters[0] == adapters[1]
+    assert len(metrics_of(stopped)) == 3
+
+
+def test_another_number_of_processes_resumes_and_says_what_differs(answering_llama, tmp_path):
+    out = tmp_path / "out"
+    half = ("--per_device_train_batch_size", 4, "--resume_from_checkpoint", "auto")
+    asked = small_run(answering_llama, out, *RUN, *half)
+    assert train_together(asked, tmp_path, sabotage={0: signal_at_step(4)}) == [EXIT_INTERRUPTED] * 2
+    all_of_it = ("--per_device_train_batch_size", 8, "--resume_from_checkpoint", "auto")
+    assert train_together(small_run(answering_llama, out, *RUN, *all_of_it), tmp_path, count=1) == [0]
+    said = (tmp_path / "process-0.log").read_text()
+    assert "begun with 2 processes, now 1: other random numbers; 8 completions are sampled at a time" in said
+    assert len(metrics_of(out)) == 3
+
+
+# What goes wrong -----------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_dies_ends_the_run_with_a_line(answering_llama, tmp_path):
+    out = tmp_path / "out"
+    dies = at_call(torch.optim.AdamW, "step", 4, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    codes = train_together(
+        small_run(answering_llama, out, *RUN, "--per_device_train_batch_size", 4), tmp_path, sabotage={1: dies}
+    )
+    assert codes == [EXIT_INTERRUPTED, -signal.SIGKILL]
+    assert last_line(tmp_path, 0) == (
+        "another process of this run has ended, and it alone knows why; --resume_from_checkpoint auto resumes from the "
+        "last checkpoint"
+    )
+
+
+@pytest.mark.parametrize("what", ["options", "code", "data"])
+def test_processes_that_were_started_differently_are_refused(what, answering_llama, tmp_path, monkeypatch):
+    monkeypatch.setattr("llm_policy.errors.MAIN_SPEAKS_FIRST_SECONDS", 0)
+    out, number = tmp_path / "out", iter(range(9))
+
+    def differ() -> None:
+        if what == "code":
+            train_script.run_files.source_facts = lambda: {"code": "other"}
+        elif what == "data":
+            train_script.model_checksum = lambda *_: f"other {next(number)}"
+
+    def main() -> int:
+        more = ("--seed", os.environ["RANK"]) if what == "options" else ()
+        return train_script.main(small_run(answering_llama, out, *RUN, "--per_device_train_batch_size", 4, *more))
+
+    assert together(main, tmp_path, sabotage={1: differ}) == [EXIT_INPUT_ERROR] * 2
+    name = {"options": "--seed: 1", "code": "code: other", "data": "model: other 0"}[what]
+    assert last_line(tmp_path, 0).startswith(f"error: {name} in process 1, ")
+    assert last_line(tmp_path, 1).startswith(f"error: process 1: {name} in process 1, ")
+    assert not out.exists() or not any(out.iterdir())
+
+
+def test_a_disk_that_the_processes_do_not_share_is_refused(tmp_path, monkeypatch):
+    """Each has a folder of its own under the same name, as with a local disk on every node."""
+    monkeypatch.setattr("llm_policy.errors.MAIN_SPEAKS_FIRST_SECONDS", 0)
+
+    def work() -> None:
+        processes.SEEN_WITHIN_SECONDS = 1
+        torch.distributed.init_process_group("gloo")
+        folder = tmp_path / os.environ["RANK"]
+        folder.mkdir()
+        if processes.is_main():
+            (folder / "adapter.json").write_text("{}")
+        processes.wait_for_files(folder)
+
+    assert together(work, tmp_path)[1] == EXIT_INPUT_ERROR
+    assert "does not see it after 1 s; put --output_dir on a disk that all nodes share" in last_line(tmp_path, 1)
+
+
+def test_a_disk_that_is_slow_to_show_files_is_waited_for(tmp_path):
+    def work() -> None:
+        torch.distributed.init_process_group("gloo")
+        if processes.is_main():
+            (tmp_path / "written.json").write_text("{}")
+        original = processes._size
+        since = time.monotonic()
+        processes._size = lambda path: original(path) if time.monotonic() > since + 1 else -1
+        processes.wait_for_files(tmp_path, ["written.json"])
+        assert time.monotonic() > since + 1
+
+    assert together(work, tmp_path) == [0, 0]
+
+
+def two_processes(monkeypatch, **options) -> GRPOConfig:
+    given = {"output_dir": "out", "use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 2}
+    config = GRPOConfig(**(given | options))
+    monkeypatch.setattr(GRPOConfig, "world_size", property(lambda _: 2))
+    return config
+
+
+REFUSED = {
+    "a group in two processes": (
+        {"per_device_train_batch_size": 6, "num_generations": 3, "steps_per_generation": 1},
+        {"num_generations": 4},
+        "--per_device_train_batch_size 6: 6 completions of each of 2 processes",
+    ),
+    "FSDP": ({}, {"fsdp": ["full_shard"]}, "FSDP: the model is in pieces"),
+    "DeepSpeed": ({}, {"deepspeed": "zero3.json"}, "DeepSpeed: the model is in pieces"),
+}
+
+
+@pytest.mark.parametrize(("options", "then", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_several_processes_cannot_do_is_one_line(options, then, words, monkeypatch):
+    config = two_processes(monkeypatch, **options)
+    for name, value in then.items():
+        setattr(config, name, value)
+    with pytest.raises(InputError, match=f"^{words}".replace("(", "\\(")):
+        _check_processes(config, packed=True)
+
+
+# The launcher ------------------------------------------------------------------------------------------------------
+
+
+def launched(*arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "llm_policy.launch", "--nproc_per_node", "2", "train_script.py", *arguments]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def test_the_launcher_passes_signals_and_exit_codes_on(answering_llama, tmp_path):
+    """One line on a wrong option, and code 2; a checkpoint after USR1, and code 75; nothing is said twice."""
+    wrong = launched(*small_run(answering_llama, tmp_path / "wrong", "--per_device_train_batch_size", 6))
+    out = tmp_path / "out"
+    long = ("--max_steps", 500, "--save_steps", 500, "--evaluate_steps", 0)
+    going = launched(*small_run(answering_llama, out, *RUN, "--per_device_train_batch_size", 4, *long))
+    said = wrong.communicate(timeout=TIMEOUT_SECONDS)[1]
+    assert wrong.returncode == EXIT_INPUT_ERROR, said
+    assert [line for line in said.splitlines() if "error" in line.lower()] == [
+        "error: --per_device_train_batch_size 6: 6 completions of each of 2 processes (x --steps_per_generation 1), "
+        "expected a multiple of --num_generations 4, so that a group stays in one process"
+    ]
+    for line in going.stdout:
+        if line.startswith("step   5/500"):
+            break
+    going.send_signal(signal.SIGUSR1)
+    rest, errors = going.communicate(timeout=TIMEOUT_SECONDS)
+    assert going.returncode == EXIT_INTERRUPTED, errors
+    assert rest.strip().splitlines()[-1].startswith("SIGUSR1: checkpoint of step ")
+    assert sum("SIGUSR1: finishing the step" in line for line in rest.splitlines()) == 1
+    assert len(list(out.glob("checkpoint-*"))) == 1
+
+
+@pytest.mark.parametrize("squatter", ["silent", "gone"])
+def test_processes_that_cannot_meet_end_within_two_minutes(squatter, monkeypatch, capsys):
+    """Another program listens at the port and says nothing; nobody listens on another node."""
+    monkeypatch.setattr(launch, "MEET_WITHIN_SECONDS", 3)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        if squatter == "silent":
+            other.listen()
+        endpoint = f"127.0.0.1:{other.getsockname()[1]}"
+        arguments = ["--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, "--rdzv_id", "1", "--nnodes", "2"]
+        child = os.fork()
+        if child == 0:
+            code = 70
+            try:
+                run_script(lambda: launch.main([*arguments, "train_script.py"]))
+            except SystemExit as leaving:
+                code = int(leaving.code or 0)
+            finally:
+                os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == EXIT_INPUT_ERROR
