@@ -62,7 +62,7 @@ lint: setup ## ruff, mypy, import-linter, shellcheck
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports --no-logo
-	$(VENV)/bin/shellcheck train_script.sh benchmarks/on_gpu.sh .ci/run
+	$(VENV)/bin/shellcheck train_script.sh tests/on_slurm.sh benchmarks/on_gpu.sh .ci/run
 
 test: lint ## lint, types, tests (offline, CPU)
 	$(RUN) -m pytest $(ARGS)

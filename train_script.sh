@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 #SBATCH --job-name=llm-policy
 #SBATCH --array=0-2
+#SBATCH --ntasks-per-node=1
 #SBATCH --gres=gpu:1
 #SBATCH --cpus-per-task=8
 #SBATCH --mem=64G
@@ -14,11 +15,13 @@
 #
 #   mkdir -p logs && sbatch train_script.sh
 #   sbatch --array=0-9 --time=01:00:00 train_script.sh --config configs/gemma_2b_it.yaml --learning_rate 1e-4
+#   sbatch --nodes=2 --gres=gpu:4 --array=5 train_script.sh   # eight GPUs train seed 5 together: a process for each
 #   bash train_script.sh --max_steps 2           # the same job without SLURM, seed 0
 #
 # Three minutes before the time limit SLURM sends USR1. The run finishes its step, writes a checkpoint and leaves with
 # code 75. The job is then requeued and resumes from there. A cancelled job leaves in the same way and is not requeued;
-# submitted again it starts a folder of its own.
+# submitted again it starts a folder of its own. A job that ended otherwise, because a process was killed say, goes on
+# from its last checkpoint after `scontrol requeue JOBID`.
 # Without SLURM the folder's name is made of the arguments: the same ones resume their run, others start another.
 # The arguments are those of train_script.py except --seed and, under SLURM, --output_dir.
 set -euo pipefail
@@ -49,7 +52,24 @@ output_dir="runs/${name}/seed-${seed}"
 python=python
 if [[ -x .venv/bin/python ]]; then python=.venv/bin/python; fi
 
-command=("$python" train_script.py --seed "$seed")
+# One process for each GPU of the job. Several start through torchrun, once per task (so once per node) under srun,
+# and meet at a port of the first node.
+tasks="${SLURM_NTASKS:-${SLURM_JOB_NUM_NODES:-1}}"
+per_task="${SLURM_GPUS_ON_NODE:-1}"
+threads=$((${SLURM_CPUS_PER_TASK:-0} / per_task))
+if ((threads > 0)); then export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"; fi
+start=("$python")
+if ((tasks > 1)); then
+  first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+  # Since SLURM 22.05 srun takes the cores per task from its own option alone
+  start=(srun "--ntasks=$tasks" "--cpus-per-task=${SLURM_CPUS_PER_TASK:-1}"
+    "$python" -m llm_policy.launch --nnodes "$tasks" --nproc_per_node "$per_task" --rdzv_backend c10d
+    --rdzv_id "$SLURM_JOB_ID" --rdzv_endpoint "$first_node:$((20000 + SLURM_JOB_ID % 20000))")
+elif ((per_task > 1)); then
+  start=("$python" -m llm_policy.launch --nproc_per_node "$per_task")
+fi
+
+command=("${start[@]}" train_script.py --seed "$seed")
 if [[ $folder_is_given == false ]]; then
   command+=(--output_dir "$output_dir")
   echo "folder $output_dir"
@@ -84,5 +104,8 @@ if [[ $code -eq 75 && $time_is_up == true && -n "${SLURM_JOB_ID:-}" ]]; then
     echo "interrupted near the time limit: requeueing job ${SLURM_JOB_ID}"
     scontrol requeue "${SLURM_JOB_ID}"
   fi
+fi
+if [[ $code -ne 0 && $code -ne 2 && $code -ne 75 && -n "${SLURM_JOB_ID:-}" ]]; then
+  echo "ended with code $code; once the cause is gone, scontrol requeue ${SLURM_JOB_ID} goes on from the last checkpoint"
 fi
 exit "$code"

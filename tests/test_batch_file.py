@@ -22,7 +22,8 @@ trap 'exit 75' USR1 TERM
 echo "$@" >arguments.partial && mv arguments.partial arguments
 for _ in {1..200}; do sleep 0.05; done
 """
-SCONTROL = '#!/usr/bin/env bash\necho "$@" >>requeued\n'
+SCONTROL = '#!/usr/bin/env bash\nif [[ $1 == show ]]; then echo node-a; else echo "$@" >>requeued; fi\n'
+SRUN = '#!/usr/bin/env bash\necho "$1 $2" >asked\nshift 2\nexec "$@"\n'
 
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_JOB_NAME": "job"}
@@ -30,7 +31,7 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "5", "SLURM_JOB_NAME": "job"
 
 def batch_job(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen:
     """The batch file at work in `folder`; `environment` is SLURM's, none for a call without it."""
-    for name, text in (("python", PYTHON), ("scontrol", SCONTROL)):
+    for name, text in (("python", PYTHON), ("scontrol", SCONTROL), ("srun", SRUN)):
         (folder / name).write_text(text)
         (folder / name).chmod(0o755)
     shutil.copy(ROOT / "train_script.sh", folder)
@@ -81,6 +82,34 @@ def test_slurm_starts_the_copy_in_its_spool_folder(tmp_path):
     assert arguments_of_training(tmp_path / "submitted")[:4] == ["train_script.py", "--seed", "0", "--output_dir"]
     job.terminate()
     job.communicate(timeout=20)
+
+
+PROCESSES = {
+    # name: what SLURM says of the job, how the processes are started, what srun is asked for
+    "two GPUs": ({"SLURM_GPUS_ON_NODE": "2", "SLURM_NTASKS": "1"}, "--nproc_per_node 2", None),
+    "two nodes of four GPUs": (
+        {"SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node-[a-b]"},
+        "--nnodes 2 --nproc_per_node 4 --rdzv_backend c10d --rdzv_id 7 --rdzv_endpoint node-a:20007",
+        "--ntasks=2 --cpus-per-task=8",
+    ),
+    "two tasks without GPUs": (
+        {"SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "node-a"},
+        "--nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_id 7 --rdzv_endpoint node-a:20007",
+        "--ntasks=2 --cpus-per-task=8",
+    ),
+}
+
+
+@pytest.mark.parametrize(("given", "started", "asked"), PROCESSES.values(), ids=PROCESSES)
+def test_a_process_for_every_gpu_and_task(given, started, asked, tmp_path):
+    job = batch_job(tmp_path, **SLURM, **given, SLURM_CPUS_PER_TASK="8")
+    found = arguments_of_training(tmp_path)
+    assert found[: found.index("--seed")] == ["-m", "llm_policy.launch", *started.split(), "train_script.py"]
+    time.sleep(0.3)  # the shell has set its traps by then
+    job.send_signal(signal.SIGUSR1)
+    printed, _ = job.communicate(timeout=20)
+    assert job.returncode == 75, printed
+    assert ((tmp_path / "asked").read_text().strip() if asked else None) == asked
 
 
 @pytest.mark.parametrize("argument", ["--seed", "--seed=1", "--output_dir", "--output_dir=runs/x", "--output-dir"])
