@@ -167,7 +167,8 @@ def train(options: Options) -> int:
 
     # The model, and the adapters that are in it already
     set_seed(training.seed)
-    model, lora, folders = adapters.model_to_train(options.model, training.device)
+    device = torch.device("cpu") if processes.in_pieces() else training.device
+    model, lora, folders = adapters.model_to_train(options.model, device)
 
     # Data and prompts, before a step is paid for
     is_clean = check_data(task, options, context_tokens(model))
@@ -196,7 +197,9 @@ def train(options: Options) -> int:
 
     # The untrained model, for comparison
     stop.at_once = True
-    answers_of = {"untrained, greedy": kept_answers("untrained", model, task.judge, output_dir / UNTRAINED_FILE)}
+    answers_of = {}
+    if not processes.in_pieces():
+        answers_of["untrained, greedy"] = kept_answers("untrained", model, task.judge, output_dir / UNTRAINED_FILE)
     stop.at_once = False
 
     # Warm start: the form of an answer, and what it comes to alone
@@ -226,7 +229,8 @@ def train(options: Options) -> int:
     )  # fmt: skip
     metrics = MetricsFile(output_dir / run_files.METRICS_FILE, task.shown, script.stop_when != "never")
     for callback in (diagnostics, stop, metrics, lifecycle.StopAtNonFinite()):
-        trainer.add_callback(callback)
+        if callback is not diagnostics or not processes.in_pieces():
+            trainer.add_callback(callback)
     with library_errors("the trainer needs another package", (ImportError,)):
         lifecycle.train_or_restore(trainer, diagnostics, metrics, resume)
     steps, is_saved = trainer.state.global_step, lifecycle.last_step_is_saved(trainer)
@@ -235,6 +239,10 @@ def train(options: Options) -> int:
 
     # What was saved, judged beside the baselines
     stop.at_once = is_saved
+    if processes.in_pieces():
+        lifecycle.save_policy(trainer, folders, options.model)
+        print(f"saved {output_dir}; where the whole model fits: python evaluate_policy.py --policies {output_dir}")
+        return 0
     print("saving the adapter and judging the trained model", flush=True)
     trained = lifecycle.saved_policy(trainer, folders, options.model)
     set_seed(training.seed)  # the same samples, resumed or not

@@ -6,6 +6,7 @@ none waits for a long time. The main process, number 0, alone writes files and s
 functions return at once.
 """
 
+import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,6 +37,11 @@ def index() -> int:
 
 def is_main() -> bool:
     return index() == 0
+
+
+def in_pieces() -> bool:
+    """Whether the weights are spread over the processes, so that none of them holds the whole model."""
+    return any(os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true" for name in ("FSDP", "DEEPSPEED"))
 
 
 def own_share(number: int) -> slice:

@@ -15,16 +15,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+import yaml
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from conftest import at_call
 from safetensors.torch import load_file
 from test_train_script import metrics_of, small_run
-from trl import GRPOConfig
+from trl import GRPOConfig, ModelConfig
 
 import train_script
 from llm_policy import launch, processes
 from llm_policy.errors import EXIT_INPUT_ERROR, EXIT_INTERRUPTED, InputError, run_script
-from llm_policy.grpo.arguments import _check_processes
+from llm_policy.grpo.arguments import ScriptArguments, check_processes
 from llm_policy.run_files import ROOT
 
 TIMEOUT_SECONDS = 120
@@ -233,31 +235,79 @@ def test_a_disk_that_is_slow_to_show_files_is_waited_for(tmp_path):
     assert together(work, tmp_path) == [0, 0]
 
 
-def two_processes(monkeypatch, **options) -> GRPOConfig:
-    given = {"output_dir": "out", "use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 2}
-    config = GRPOConfig(**(given | options))
-    monkeypatch.setattr(GRPOConfig, "world_size", property(lambda _: 2))
-    return config
-
-
 REFUSED = {
     "a group in two processes": (
-        {"per_device_train_batch_size": 6, "num_generations": 3, "steps_per_generation": 1},
-        {"num_generations": 4},
+        {"num_generations": 4, "per_device_train_batch_size": 6},
+        {},
         "--per_device_train_batch_size 6: 6 completions of each of 2 processes",
     ),
-    "FSDP": ({}, {"fsdp": ["full_shard"]}, "FSDP: the model is in pieces"),
-    "DeepSpeed": ({}, {"deepspeed": "zero3.json"}, "DeepSpeed: the model is in pieces"),
+    "the trainer's own FSDP": ({"fsdp": ["full_shard"]}, {}, "--fsdp, --deepspeed: "),
+    "the trainer's own DeepSpeed": ({"deepspeed": "zero3.json"}, {}, "--fsdp, --deepspeed: "),
+    "DeepSpeed": ({}, {"ACCELERATE_USE_DEEPSPEED": "true"}, "--fsdp, --deepspeed: "),
+    "FSDP and packing": (
+        {},
+        {"ACCELERATE_USE_FSDP": "true"},
+        "FSDP: no process holds the whole model, .* --objective grpo --packed false --form_coef 0 --warm_start never "
+        "--evaluate_steps 0 --stop_when never and no quantised weights",
+    ),
 }
 
 
-@pytest.mark.parametrize(("options", "then", "words"), REFUSED.values(), ids=REFUSED)
-def test_what_several_processes_cannot_do_is_one_line(options, then, words, monkeypatch):
-    config = two_processes(monkeypatch, **options)
-    for name, value in then.items():
+@pytest.mark.parametrize(("options", "environment", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_several_processes_cannot_do_is_one_line(options, environment, words, monkeypatch):
+    config = GRPOConfig(output_dir="out", use_cpu=True, bf16=False, report_to="none", max_steps=2)
+    for name, value in options.items():
         setattr(config, name, value)
-    with pytest.raises(InputError, match=f"^{words}".replace("(", "\\(")):
-        _check_processes(config, packed=True)
+    config.steps_per_generation = 1
+    monkeypatch.setattr(GRPOConfig, "world_size", property(lambda _: 2))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=f"^{words}"):
+        check_processes(config, ScriptArguments(), ModelConfig())
+
+
+# A model in pieces -------------------------------------------------------------------------------------------------
+
+WHOLE = (
+    *("--objective", "grpo", "--packed", "false", "--form_coef", 0, "--action_entropy_coef", 0),
+    *("--warm_start", "never", "--evaluate_steps", 0, "--per_device_train_batch_size", 4),
+)
+
+
+def in_pieces() -> None:
+    """What `accelerate launch` sets from configs/accelerate/fsdp.yaml; and on CPUs accelerate would not look at it."""
+    settings = yaml.safe_load((ROOT / "configs" / "accelerate" / "fsdp.yaml").read_text())["fsdp_config"]
+    os.environ |= {name.upper(): str(value) for name, value in settings.items()} | {"ACCELERATE_USE_FSDP": "true"}
+    original = AcceleratorState.__init__
+
+    def with_fsdp(self, *arguments, **options) -> None:
+        if not AcceleratorState._shared_state:
+            PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # which makes it read the rest
+        original(self, *arguments, **options)
+        self._shared_state["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = with_fsdp
+
+
+def test_a_model_in_pieces_learns_the_same(answering_llama, tmp_path):
+    """FSDP: the adapter of two processes that hold the model each, also after an interruption."""
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    assert train_together(small_run(answering_llama, whole, *RUN, *WHOLE), tmp_path) == [0, 0]
+    asked = small_run(answering_llama, pieces, *RUN, *WHOLE, "--resume_from_checkpoint", "auto")
+
+    def stopped() -> None:
+        in_pieces()
+        signal_at_step(2)()
+
+    codes = train_together(asked, tmp_path, sabotage={0: in_pieces, 1: stopped})
+    assert codes == [EXIT_INTERRUPTED] * 2, (tmp_path / "process-0.log").read_text()
+    assert train_together(asked, tmp_path, sabotage={0: in_pieces, 1: in_pieces}) == [0, 0]
+    assert last_line(tmp_path, 0).endswith(f"where the whole model fits: python evaluate_policy.py --policies {pieces}")
+    expected, found = (load_file(out / "adapter_model.safetensors") for out in (whole, pieces))
+    assert expected.keys() == found.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=0.02, atol=1e-4, msg=name)
+    assert (pieces / "checkpoint-3" / "pytorch_model_fsdp.bin").exists()  # it was FSDP
 
 
 # The launcher ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Options of a training run beside TRL's, and the rules that TRL does not check or leaves to a crash in step 1."""
 
+import os
 import re
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from transformers.integrations import get_available_reporting_integrations
 from trl import GRPOConfig, ModelConfig
 from trl.import_utils import is_vllm_available
 
+from llm_policy import processes
 from llm_policy.adapters import check_adapter_options
 from llm_policy.errors import OPTION_ERRORS, InputError, check_choices, library_errors
 from llm_policy.grpo.diagnostics import STOP_CONDITIONS
@@ -45,6 +47,10 @@ SHOWN_OTHERWISE = (
     "save_strategy", "save_steps", "save_total_limit",
 )  # fmt: skip
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")  # of other processes
+IN_PIECES = {  # what a run under FSDP must say: TRL's own pass, and no judgement
+    "objective": "grpo", "packed": False, "form_coef": 0, "warm_start": "never", "evaluate_steps": 0,
+    "stop_when": "never",
+}  # fmt: skip
 LENGTH = ("max_steps", "num_train_epochs", "evaluate_steps", "stop_when", "samples_per_state", "episodes")
 
 
@@ -109,7 +115,7 @@ def check_arguments(script: ScriptArguments, training: GRPOConfig, model: ModelC
             f"{training.n_gpu} GPUs and one process: give each GPU its own (python -m llm_policy.launch "
             f"--nproc_per_node {training.n_gpu} train_script.py ...), or set CUDA_VISIBLE_DEVICES to one of them"
         )
-    _check_processes(training, script.packed)
+    check_processes(training, script, model)
     if model.attn_implementation not in ATTENTION:
         raise InputError(
             f"--attn_implementation {model.attn_implementation}: rows of several completions need a mask of their own; "
@@ -126,18 +132,25 @@ def check_arguments(script: ScriptArguments, training: GRPOConfig, model: ModelC
     _ask_libraries(training, model)
 
 
-def _check_processes(training: GRPOConfig, packed: bool) -> None:
+def check_processes(training: GRPOConfig, script: ScriptArguments, model: ModelConfig) -> None:
     """`InputError` where several processes cannot train together in the way that is asked for."""
+    if training.fsdp or training.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        raise InputError(
+            "--fsdp, --deepspeed: a model in pieces is trained with `accelerate launch --config_file "
+            "configs/accelerate/fsdp.yaml` here"
+        )
+    if processes.in_pieces():
+        wrong = [name for name, value in IN_PIECES.items() if getattr(script, name) != value]
+        if wrong or model.load_in_4bit or model.load_in_8bit:
+            needed = " ".join(f"--{name} {str(value).lower()}" for name, value in IN_PIECES.items())
+            raise InputError(
+                "FSDP: no process holds the whole model, which packing, warm start and judging need; expected "
+                f"{needed} and no quantised weights"
+            )
     if training.world_size == 1:
         return
-    for name, is_on in (("FSDP", training.fsdp), ("DeepSpeed", training.deepspeed)):
-        if is_on:
-            raise InputError(
-                f"{name}: the model is in pieces, and sampling, packing and judging here need it whole in each "
-                "process; use DDP (plain torchrun), and --load_in_4bit true where one GPU is too small"
-            )
     rows = training.per_device_train_batch_size * training.steps_per_generation
-    if packed and rows % training.num_generations:
+    if script.packed and rows % training.num_generations:
         raise InputError(
             f"--per_device_train_batch_size {training.per_device_train_batch_size}: {rows} completions of each of "
             f"{training.world_size} processes (x --steps_per_generation {training.steps_per_generation}), expected a "

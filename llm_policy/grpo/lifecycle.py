@@ -87,7 +87,12 @@ class StopAtNonFinite(TrainerCallback):
     @staticmethod
     def check(tensors: dict[str, torch.Tensor], what: str, step: int) -> None:
         """`InputError` where one of the tensors holds nan or inf."""
-        if bad := not_finite(tensors):
+        if processes.in_pieces():  # each process sees its pieces of them, and all must stop
+            own = not_finite({name: tensor.to_local() for name, tensor in tensors.items()})
+            bad = next(filter(None, processes.gathered([own])), None)
+        else:
+            bad = not_finite(tensors)
+        if bad:
             raise InputError(
                 f"step {step}: the {what} of {bad} is no number (nan or inf); earlier checkpoints stay. "
                 "Lower --learning_rate, or look at the rewards (metrics.jsonl)"
@@ -130,24 +135,33 @@ def last_step_is_saved(trainer: PolicyTrainer) -> bool:
     return (checkpoint / COMPLETE_MARK).exists()
 
 
-def saved_policy(trainer: PolicyTrainer, folders: Sequence[Path], model_config: ModelConfig) -> PreTrainedModel:
-    """What was trained, saved as one adapter on the plain base model, and loaded from there.
-
-    Judged is what a user loads: PEFT loads an adapter in float32, in memory it has the model's dtype.
+def save_policy(trainer: PolicyTrainer, folders: Sequence[Path], model_config: ModelConfig) -> None:
+    """Save what was trained as one adapter on the plain base model.
 
     Args:
         folders: adapters that GRPO's stands on.
     """
-    output_dir, loading = Path(trainer.args.output_dir), loading_options(model_config)
+    output_dir = Path(trainer.args.output_dir)
     trained = trainer.accelerator.unwrap_model(trainer.model)
     trainer.forget_merged_weights()  # a GPU has to hold the model once more, to be judged
     give_memory_back()
-    if processes.is_main():
+    if processes.in_pieces():
+        trainer.save_model(str(output_dir / GRPO_FOLDER))  # all processes bring theirs
+    elif processes.is_main():
         trained.save_pretrained(output_dir / GRPO_FOLDER, selected_adapters=["default"])
+    if processes.is_main():
         lora = trained.peft_config["default"]
-        plain = loading | {"quantization_config": None}  # joining looks at the adapters alone
+        plain = loading_options(model_config) | {"quantization_config": None}  # joining looks at the adapters alone
         base = load_model(lora.base_model_name_or_path, revision=lora.revision or "main", **plain)  # no warm start
         joined(base, [*folders, output_dir / GRPO_FOLDER]).save_pretrained(output_dir)
         trainer.processing_class.save_pretrained(output_dir)
     processes.wait_for_files(output_dir, ADAPTER_FILES)
-    return load_model(output_dir, device=trainer.args.device, **loading)
+
+
+def saved_policy(trainer: PolicyTrainer, folders: Sequence[Path], model_config: ModelConfig) -> PreTrainedModel:
+    """`save_policy`, and what it saved, loaded again.
+
+    Judged is what a user loads: PEFT loads an adapter in float32, in memory it has the model's dtype.
+    """
+    save_policy(trainer, folders, model_config)
+    return load_model(trainer.args.output_dir, device=trainer.args.device, **loading_options(model_config))
