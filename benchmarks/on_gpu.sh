@@ -131,6 +131,18 @@ in_four_bits() {
     --report_to none "${on[@]}"
 }
 
+two_processes() { # on one GPU: each launcher's only process takes the first one
+  local code=0 run=("$python" -m llm_policy.launch --nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_id on_gpu
+    --rdzv_endpoint localhost:29517 train_script.py --config configs/laptop.yaml "${on[@]}" --output_dir "$work/two"
+    --ddp_backend gloo --per_device_train_batch_size 12 --max_steps 2 --evaluate_steps 2 --warm_start always
+    --warm_start_steps 2 --samples_per_state 0 --report_to none)
+  local -x OMP_NUM_THREADS=1 # neither launcher knows of the other
+  "${run[@]}" &
+  "${run[@]}" || code=$?
+  wait $! || code=$?
+  return "$code"
+}
+
 step() { # NAME OPTIONS...
   "$python" benchmarks/step_time.py "${shape[@]}" "${@:2}" "${rounds[@]}" --output "$output/step_time_$1.json"
 }
@@ -154,6 +166,7 @@ all_parts() {
   fi
   part "three steps of the real command" 120 interrupted_and_resumed "$gemma"
   part "four bits" 60 in_four_bits "$gemma"
+  part "two processes on one GPU" 60 two_processes
   echo "== ${#failed[@]} parts failed${failed[*]:+: $(printf '%s; ' "${failed[@]}")}"
   ((${#failed[@]} == 0))
 }

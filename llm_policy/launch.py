@@ -21,8 +21,11 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # below that, a page for every connection that ends
 
 import psutil
 from torch.distributed import DistError
@@ -50,9 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # the processes speak for themselves
     for number in PASSED_ON:
         signal.signal(number, pass_on)
-    meeting = threading.Timer(MEET_WITHIN_SECONDS, give_up, [args.rdzv_endpoint])
-    meeting.daemon = True
-    meeting.start()
+    have_met = threading.Event()
+    threading.Thread(target=watch_meeting, args=(args.rdzv_endpoint, have_met), daemon=True).start()
     try:
         run(args)
     except ChildFailedError as error:
@@ -63,6 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 128 - failure.exitcode
         return failure.exitcode
     except (RendezvousError, DistError) as error:
+        if have_met.is_set():
+            raise InputError("the launcher of another node has ended, and its own message says why") from error
         raise InputError(no_meeting(args.rdzv_endpoint)) from error
     return 0
 
@@ -74,11 +78,16 @@ def no_meeting(endpoint: str) -> str:
     )
 
 
-def give_up(endpoint: str) -> None:
-    """Leave where no process has been started by now: torch would wait for ten minutes, or for ever."""
-    if not psutil.Process().children():
-        print(f"error: {no_meeting(endpoint)}", file=sys.stderr, flush=True)
-        os._exit(EXIT_INPUT_ERROR)
+def watch_meeting(endpoint: str, have_met: threading.Event) -> None:
+    """Leave where no process is started in time: torch would wait for ten minutes, or for ever."""
+    until = time.monotonic() + MEET_WITHIN_SECONDS
+    while time.monotonic() < until:
+        if psutil.Process().children():
+            have_met.set()
+            return
+        time.sleep(0.1)
+    print(f"error: {no_meeting(endpoint)}", file=sys.stderr, flush=True)
+    os._exit(EXIT_INPUT_ERROR)
 
 
 def pass_on(number: int, _frame) -> None:
