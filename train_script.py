@@ -157,7 +157,8 @@ def train(options: Options) -> int:
     resume = None
     if options.trains:
         resume = processes.from_main(lambda: checkpoint_to_resume_from(output_dir, training.resume_from_checkpoint))
-        say_what_differs(output_dir, training)
+        if processes.is_main():
+            say_what_differs(output_dir, training)
     stop = lifecycle.StopOnSignal(lifecycle.steps_per_batch(training))
 
     # What is learnt, and how it is judged

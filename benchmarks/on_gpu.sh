@@ -131,6 +131,13 @@ in_four_bits() {
     --report_to none "${on[@]}"
 }
 
+with_vllm() {
+  "$python" -c 'import vllm' 2>/dev/null || { echo "vllm is not installed"; return 0; }
+  "$python" train_script.py --config configs/gemma_2b_it.yaml --model_name_or_path "$1" --output_dir "$work/vllm" \
+    --use_vllm true --vllm_mode colocate --objective grpo --warm_start never --max_steps 2 --evaluate_steps 2 \
+    --samples_per_state 0 --report_to none "${on[@]}"
+}
+
 two_processes() { # on one GPU: each launcher's only process takes the first one
   local code=0 run=("$python" -m llm_policy.launch --nnodes 2 --nproc_per_node 1 --rdzv_backend c10d --rdzv_id on_gpu
     --rdzv_endpoint localhost:29517 train_script.py --config configs/laptop.yaml "${on[@]}" --output_dir "$work/two"
@@ -167,6 +174,7 @@ all_parts() {
   part "three steps of the real command" 120 interrupted_and_resumed "$gemma"
   part "four bits" 60 in_four_bits "$gemma"
   part "two processes on one GPU" 60 two_processes
+  part "vLLM" 60 with_vllm "$gemma"
   echo "== ${#failed[@]} parts failed${failed[*]:+: $(printf '%s; ' "${failed[@]}")}"
   ((${#failed[@]} == 0))
 }

@@ -33,7 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import parse_args, run
 
-from llm_policy.errors import EXIT_INPUT_ERROR, InputError, run_script
+from llm_policy.errors import EXIT_INPUT_ERROR, EXIT_INTERRUPTED, InputError, run_script
 from llm_policy.hardware import granted_threads
 
 MEET_WITHIN_SECONDS = 110
@@ -91,8 +91,12 @@ def watch_meeting(endpoint: str, have_met: threading.Event) -> None:
 
 
 def pass_on(number: int, _frame) -> None:
-    """A signal to the processes that were started, each of which has a session of its own."""
-    for child in psutil.Process().children():
+    """A signal to the processes that were started, each of which has a session of its own; none yet: leave."""
+    children = psutil.Process().children()
+    if not children:
+        print("interrupted", file=sys.stderr, flush=True)
+        os._exit(EXIT_INTERRUPTED)
+    for child in children:
         with suppress(psutil.NoSuchProcess):
             child.send_signal(number)
 

@@ -344,23 +344,36 @@ def test_the_launcher_passes_signals_and_exit_codes_on(answering_llama, tmp_path
     assert len(list(out.glob("checkpoint-*"))) == 1
 
 
-@pytest.mark.parametrize("squatter", ["silent", "gone"])
-def test_processes_that_cannot_meet_end_within_two_minutes(squatter, monkeypatch, capsys):
-    """Another program listens at the port and says nothing; nobody listens on another node."""
-    monkeypatch.setattr(launch, "MEET_WITHIN_SECONDS", 3)
+@pytest.mark.parametrize(
+    ("port", "signalled", "code"),
+    [
+        ("silent", False, EXIT_INPUT_ERROR),
+        ("taken", False, EXIT_INPUT_ERROR),
+        ("free", False, EXIT_INPUT_ERROR),
+        ("free", True, EXIT_INTERRUPTED),
+    ],
+)
+def test_processes_that_cannot_meet_end_within_two_minutes(port, signalled, code, monkeypatch):
+    """Another program has the port, and says nothing; the second node does not come; a signal does."""
+    monkeypatch.setattr(launch, "MEET_WITHIN_SECONDS", 60 if signalled else 3)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
-        if squatter == "silent":
-            other.listen()
         endpoint = f"127.0.0.1:{other.getsockname()[1]}"
+        if port == "silent":
+            other.listen()
+        elif port == "free":
+            other.close()
         arguments = ["--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, "--rdzv_id", "1", "--nnodes", "2"]
         child = os.fork()
         if child == 0:
-            code = 70
+            left_with = 70
             try:
                 run_script(lambda: launch.main([*arguments, "train_script.py"]))
             except SystemExit as leaving:
-                code = int(leaving.code or 0)
+                left_with = int(leaving.code or 0)
             finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == EXIT_INPUT_ERROR
+                os._exit(left_with)
+        if signalled:
+            time.sleep(2)  # it waits for the second node
+            os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code

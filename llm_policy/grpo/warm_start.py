@@ -49,9 +49,10 @@ def warm_started(
     Args:
         has_begun: GRPO has taken steps already, which stand on the warm start that was made then, or on none.
     """
-    if (folder / COMPLETE_MARK).exists():
-        if wrong := damage(folder):
+    if processes.from_main((folder / COMPLETE_MARK).exists):
+        if wrong := processes.from_main(lambda: damage(folder)):
             raise InputError(f"{wrong}, and the run stands on it; choose another --output_dir, or delete this run")
+        processes.wait_for_files(folder)
         print("warm start: taken from the interrupted run", flush=True)
         return adapters.stood_on(model, folder), json.loads((folder / REPORT_FILE).read_text())
     if script.warm_start == "always" and has_begun:
