@@ -39,7 +39,7 @@ from llm_policy.grpo.diagnostics import MetricsFile, PolicyDiagnostics
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.grpo.warm_start import warm_started
 from llm_policy.hardware import device_text, take_granted_threads
-from llm_policy.models import context_tokens, load_tokenizer, model_checksum
+from llm_policy.models import context_tokens, load_model, load_tokenizer, model_checksum
 from llm_policy.number_format import number_format
 from llm_policy.reading import read_text
 from tasks import Judge, Task, task_module
@@ -127,8 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.trains:
         return train(options)
 
-    asked = {f"--{name}": value for name, value in run_files.resolved_config(*options.groups).items()}
-    processes.check_agreement(asked | run_files.source_facts())
+    if processes.count() > 1:
+        asked = {f"--{name}": value for name, value in run_files.resolved_config(*options.groups).items()}
+        processes.check_agreement(asked | run_files.source_facts())
     if processes.from_main(lambda: is_finished(options)):
         return 0
     with run_files.only_process_in(output_dir) if processes.is_main() else nullcontext():
@@ -141,7 +142,7 @@ def is_finished(options: Options) -> bool:
     has_ended = training.resume_from_checkpoint == "auto" and (output_dir / run_files.EVALUATION_FILE).exists()
     if training.resume_from_checkpoint:
         may_differ = rules.SHOWN_OTHERWISE if has_ended else (*rules.SHOWN_OTHERWISE, *rules.LENGTH)
-        if run_files.run_settings(output_dir).get("processes", 1) != processes.count():
+        if run_files.processes_before(output_dir) not in (None, processes.count()):
             may_differ = (*may_differ, *rules.BATCH)
         run_files.check_same_run(output_dir, options.groups, may_differ)
     run_files.check_output_dir(output_dir, resumes=training.resume_from_checkpoint is not None)
@@ -229,9 +230,9 @@ def train(options: Options) -> int:
         lambda model: judge.judgement(judge.answers(model, 1)),
     )  # fmt: skip
     metrics = MetricsFile(output_dir / run_files.METRICS_FILE, task.shown, script.stop_when != "never")
-    for callback in (diagnostics, stop, metrics, lifecycle.StopAtNonFinite()):
-        if callback is not diagnostics or not processes.in_pieces():
-            trainer.add_callback(callback)
+    judges = [] if processes.in_pieces() else [diagnostics]
+    for callback in (*judges, stop, metrics, lifecycle.StopAtNonFinite()):
+        trainer.add_callback(callback)
     with library_errors("the trainer needs another package", (ImportError,)):
         lifecycle.train_or_restore(trainer, diagnostics, metrics, resume)
     steps, is_saved = trainer.state.global_step, lifecycle.last_step_is_saved(trainer)
@@ -240,12 +241,14 @@ def train(options: Options) -> int:
 
     # What was saved, judged beside the baselines
     stop.at_once = is_saved
+    print("saving the adapter", flush=True)
+    lifecycle.save_policy(trainer, folders, options.model)
     if processes.in_pieces():
-        lifecycle.save_policy(trainer, folders, options.model)
         print(f"saved {output_dir}; where the whole model fits: python evaluate_policy.py --policies {output_dir}")
         return 0
-    print("saving the adapter and judging the trained model", flush=True)
-    trained = lifecycle.saved_policy(trainer, folders, options.model)
+    # What a user loads: PEFT loads an adapter in float32, in memory it has the model's dtype
+    print("judging the trained model", flush=True)
+    trained = load_model(output_dir, device=training.device, **adapters.loading_options(options.model))
     set_seed(training.seed)  # the same samples, resumed or not
     answers_of["trained, greedy"] = task.judge.answers(trained)
     if script.samples_per_state:
@@ -282,13 +285,12 @@ def check_data(task: Task, options: Options, context_tokens: int) -> bool:
 
 
 def say_what_differs(output_dir: Path, training: GRPOConfig) -> None:
-    """A line where a run goes on in another number of processes than it was begun with."""
-    begun = run_files.run_settings(output_dir).get("processes", 1)
-    if training.resume_from_checkpoint and (output_dir / run_files.RUN_FILE).exists() and begun != processes.count():
-        completions = training.generation_batch_size
+    """A line where a run goes on in another number of processes than before."""
+    before = run_files.processes_before(output_dir)
+    if before not in (None, processes.count()):
         print(
-            f"begun with {begun} processes, now {processes.count()}: other random numbers; "
-            f"{completions} completions are sampled at a time",
+            f"{before} processes before, now {processes.count()}: other random numbers; "
+            f"{training.generation_batch_size} completions are sampled at a time",
             flush=True,
         )
 
@@ -304,11 +306,17 @@ def write_run_files(options: Options, judge: Judge, on_adapter: bool, made_from:
         **{name: getattr(options.model, name) for name in adapters.QUANTIZATION if is_quantised},
         "on_adapter": on_adapter,
         "made_from": made_from,
-        "processes": processes.count(),
     }
     device = device_text(on_gpu=training.device.type == "cuda")
     run_files.write_run_files(
-        options.output_dir, options.groups, options.config, training.seed, settings, device, lifecycle.RESUME
+        options.output_dir,
+        options.groups,
+        options.config,
+        training.seed,
+        settings,
+        device,
+        lifecycle.RESUME,
+        processes.count(),
     )
 
 

@@ -1,6 +1,6 @@
 """What several processes cost beside one: the same real run, with the same threads in all, in turn.
 
-    python benchmarks/several_processes.py          # two processes of one thread, one process of two: 12 minutes
+    python benchmarks/several_processes.py          # two processes of one thread, one process of two: 8 minutes
     python benchmarks/several_processes.py --processes 4 --batch 32
 
 Both are `train_script.py` on the embedded model as configs/laptop.yaml has it, after its warm start, with the same
@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from llm_policy.startup import announce
 
-announce(__name__, "PyTorch. Then both kinds of run take turns, about 12 minutes with the default options")
+announce(__name__, "PyTorch. Then both kinds of run take turns, about 8 minutes with the default options on two cores")
 
 from figures import check_output, save_figures
 
@@ -63,7 +63,8 @@ def seconds_per_step(processes: int, threads: int, arguments: Arguments) -> floa
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise InputError(f"train_script.py ended with code {done.returncode}: {done.stderr.strip()[-300:]}")
+            said = next((line for line in done.stderr.splitlines() if line.startswith("error: ")), done.stderr[-300:])
+            raise InputError(f"train_script.py ended with code {done.returncode}: {said}")
         lines = (Path(folder) / "run" / METRICS_FILE).read_text().splitlines()
     seconds = [json.loads(line)["step_time"] for line in lines[FIRST_STEPS:]]
     return statistics.median(seconds)

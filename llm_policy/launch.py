@@ -31,7 +31,7 @@ import psutil
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.run import parse_args, run
+from torch.distributed.run import determine_local_world_size, parse_args, run
 
 from llm_policy.errors import EXIT_INPUT_ERROR, EXIT_INTERRUPTED, InputError, run_script
 from llm_policy.hardware import granted_threads
@@ -47,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if argv else EXIT_INPUT_ERROR
     args = parse_args(argv)
     args.signals_to_handle = "SIGHUP"  # the others are passed on here
-    processes = int(args.nproc_per_node) if args.nproc_per_node.isdecimal() else 1
-    threads = granted_threads() or len(os.sched_getaffinity(0))
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads // processes)))
+    cores = len(os.sched_getaffinity(0))
+    threads = min(granted_threads() or cores, cores) // determine_local_world_size(args.nproc_per_node)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # the processes speak for themselves
     for number in PASSED_ON:
         signal.signal(number, pass_on)
@@ -61,7 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
             name = signal.Signals(-failure.exitcode).name
-            print(f"error: process {rank} was ended by {name}; SIGKILL mostly means no memory left", file=sys.stderr)
+            why = "mostly for want of memory; " if name == "SIGKILL" else ""
+            print(
+                f"error: process {rank} was ended by {name}, {why}--resume_from_checkpoint auto resumes the run",
+                file=sys.stderr,
+            )
             return 128 - failure.exitcode
         return failure.exitcode
     except (RendezvousError, DistError) as error:

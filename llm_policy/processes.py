@@ -40,8 +40,8 @@ def is_main() -> bool:
 
 
 def in_pieces() -> bool:
-    """Whether the weights are spread over the processes, so that none of them holds the whole model."""
-    return any(os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true" for name in ("FSDP", "DEEPSPEED"))
+    """Whether the weights are spread over the processes (FSDP), so that none of them holds the whole model."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
 
 
 def own_share(number: int) -> slice:

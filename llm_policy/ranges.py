@@ -20,7 +20,7 @@ TABLE = {
         torch_empty_cache_steps dataloader_prefetch_factor ddp_bucket_cap_mb ref_model_sync_steps pad_to_multiple_of
         vllm_tensor_parallel_size max_tool_calling_iterations num_completions_to_print
         warm_start_steps warm_start_prompts lora_alpha iterations batches episodes_per_batch
-        prompts completion_tokens accumulation rounds lakes""",
+        prompts completion_tokens accumulation rounds lakes batch""",
     "[1, 10000000]": """
         max_completion_length max_completion_tokens context_tokens vllm_max_model_length save_total_limit
         episodes q_learning_steps ddp_timeout""",
@@ -28,7 +28,7 @@ TABLE = {
     "[1, 1024]": "lora_r",
     "[2, 1000000]": "judge_episodes",
     "[2, 64]": "size map_size",
-    "[2, 100000]": "group",
+    "[2, 100000]": "group processes",
     "[1, 65535]": "vllm_server_port vllm_group_port",
     "[0, 100000]": """
         random_maps test_maps test_questions dataloader_num_workers top_k warm_up retries

@@ -179,7 +179,7 @@ def source_facts() -> dict[str, str]:
 
 def write_run_files(
     output_dir: Path, groups: Sequence, config: str, seed: int, settings: dict, device: str,
-    resume: str = "the same command",
+    resume: str = "the same command", processes: int = 1,
 ) -> None:  # fmt: skip
     """`resolved_config.yaml` (give it to --config to repeat the run) and `run.json` (seed, versions, commit, ...).
 
@@ -189,6 +189,7 @@ def write_run_files(
         settings: what the script has to say of the run besides.
         device: what it runs on.
         resume: in the error of a folder that cannot be written, what resumes the run once it can.
+        processes: how many work on it together.
     """
     with writing(f"--output_dir {output_dir}", f"once it can, {resume} resumes the run"):
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -198,6 +199,7 @@ def write_run_files(
             "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
             "commit": commit(),
             "device": device,
+            "processes": str(processes),
         }
         file = output_dir / RUN_FILE
         if file.exists():
@@ -221,6 +223,7 @@ class RunSettings(BaseModel, strict=True, extra="allow"):
     commit: str = ""
     date: str = ""
     device: str = ""
+    processes: str = Field(default="1", pattern=r"^[1-9]\d{0,5}$")
     seed: NonNegativeInt = 0
     task: str = ""
     maps: list[str] = Field(default=[""], min_length=1)
@@ -236,7 +239,6 @@ class RunSettings(BaseModel, strict=True, extra="allow"):
     on_adapter: bool = False
     made_from: dict[str, str] = {}
     resumed: list[dict[str, str]] = []
-    processes: PositiveInt = 1
 
 
 def run_settings(name: str | Path) -> dict:
@@ -261,3 +263,13 @@ def run_settings(name: str | Path) -> dict:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error}); {OTHER_RUN}") from error
     return found
+
+
+def processes_before(output_dir: Path) -> int | None:
+    """In how many processes a run was last at work; None where there is no run."""
+    settings = run_settings(output_dir)
+    parts = [settings, *settings.get("resumed", [])]
+    last = parts[-1].get("processes", "1")
+    if not last.isdecimal():
+        raise InputError(f"{output_dir / RUN_FILE}: processes {last!r}: expected a number; {OTHER_RUN}")
+    return int(last) if settings else None

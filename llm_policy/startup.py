@@ -64,7 +64,7 @@ def prepare(module_name: str) -> None:
         guard_streams()
         if process_index() > 0:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            os.environ["TQDM_DISABLE"] = "1"
+            os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # of weights that are loaded, too
         for number, usual in SIGNALS.items():
             if signal.getsignal(number) is usual:  # else it is ignored, as in the background of a shell
                 signal.signal(number, _leave)

@@ -3,6 +3,7 @@
 import functools
 import os
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tiny_models import build_tiny_model
 
 from llm_policy.chat import Reader, reply_token_ids
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
+from llm_policy.errors import run_script
 from llm_policy.models import load_model, load_tokenizer
 from prompts import format_example, policy_messages
 
@@ -61,6 +63,28 @@ def at_call(owner, name: str, number: int, act: Callable[..., None]) -> Callable
         setattr(owner, name, counted)
 
     return sabotage
+
+
+def forked(work: Callable[[], int | None], log: Path, before: Callable[[], None] = lambda: None) -> int:
+    """Number of a forked child that calls `before` and runs `work` as a script; what it says is added to `log`."""
+    child = os.fork()
+    if child == 0:
+        code = 70
+        try:
+            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+            before()
+            try:
+                run_script(work)
+            except SystemExit as leaving:
+                code = int(leaving.code or 0)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+    return child
 
 
 class Interrupted(Exception):

@@ -22,6 +22,10 @@ PATH="$PATH:/usr/sbin"
 python=python
 if [[ -x .venv/bin/python ]]; then python=.venv/bin/python; fi
 
+fail() {
+  echo "on_slurm: $1" >&2
+  exit 1
+}
 folder=$(mktemp -d)
 name="on-slurm-$$"
 daemons=()
@@ -90,6 +94,7 @@ for _ in {1..100}; do
   if [[ $(sinfo --noheader --format=%t 2>/dev/null) == idle ]]; then break; fi
   sleep 0.2
 done
+[[ $(sinfo --noheader --format=%t) == idle ]] || fail "the node did not come up in 20 s"
 echo "SLURM $(srun --version | cut -d ' ' -f 2): $(srun --ntasks=2 hostname | sort | uniq -c | xargs)"
 
 # What is trained ----------------------------------------------------------------------------------------------------
@@ -119,10 +124,6 @@ submit() {
 }
 folder_of() { echo "runs/$name-$1/seed-$2"; }
 state_of() { scontrol show job "$1" --oneliner | grep -o "JobState=[A-Z_]*" | cut -d = -f 2; }
-fail() {
-  echo "on_slurm: $1" >&2
-  exit 1
-}
 # wait_for COMMAND...: until it succeeds, 150 s at most
 wait_for() {
   for _ in {1..300}; do
@@ -134,7 +135,6 @@ wait_for() {
 has_steps() { [[ -f "$1/metrics.jsonl" && $(wc -l <"$1/metrics.jsonl") -ge $2 ]]; }
 has_ended() { [[ $(state_of "$1") =~ ^(COMPLETED|FAILED|CANCELLED|TIMEOUT)$ ]]; }
 is_pending() { [[ $(state_of "$1") == PENDING ]]; }
-is_running() { [[ $(state_of "$1") == RUNNING ]]; }
 is_done() { [[ $(state_of "$1") == COMPLETED ]]; }
 hurry() { scontrol update "JobId=$1" StartTime=now; } # SLURM waits two minutes before it starts a requeued job
 
@@ -160,7 +160,7 @@ wait_for is_done "$killed"
 cmp "$reference" "$(folder_of "$killed" 0)/adapter_model.safetensors"
 echo "a killed process: requeued by hand, the same adapter, byte for byte"
 
-if ! is_pending "$limited"; then wait_for is_pending "$limited"; fi
+wait_for is_pending "$limited"
 grep -q "interrupted near the time limit: requeueing" "$folder/job-${limited}_0.log" || fail "no requeue at the limit"
 before=$(wc -l <"$(folder_of "$limited" 0)/metrics.jsonl" || echo 0)
 hurry "$limited"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,16 @@ import torch
 import yaml
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
-from conftest import at_call
+from conftest import at_call, forked
 from safetensors.torch import load_file
 from test_train_script import metrics_of, small_run
 from trl import GRPOConfig, ModelConfig
 
 import train_script
 from llm_policy import launch, processes
-from llm_policy.errors import EXIT_INPUT_ERROR, EXIT_INTERRUPTED, InputError, run_script
+from llm_policy.errors import EXIT_INPUT_ERROR, EXIT_INTERRUPTED, InputError
 from llm_policy.grpo.arguments import ScriptArguments, check_processes
+from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.run_files import ROOT
 
 TIMEOUT_SECONDS = 120
@@ -45,32 +47,17 @@ def together(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    children = []
-    for rank in range(count):
-        child = os.fork()
-        if child == 0:
-            code = 70
-            try:
-                output = os.open(folder / f"process-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-                os.dup2(output, 1)
-                os.dup2(output, 2)
-                sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-                AcceleratorState._reset_state(reset_partial_state=True)  # the test's own runs have made one
-                os.environ |= {
-                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                }  # fmt: skip
-                torch.set_num_threads(1)
-                (sabotage or {}).get(rank, nothing)()
-                try:
-                    run_script(work)
-                except SystemExit as leaving:
-                    code = int(leaving.code or 0)
-                sys.stdout.flush()
-                sys.stderr.flush()
-            finally:
-                os._exit(code)
-        children.append(child)
+
+    def join_in(rank: int) -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)  # the test's own runs have made one
+        os.environ |= {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }  # fmt: skip
+        torch.set_num_threads(1)
+        (sabotage or {}).get(rank, nothing)()
+
+    children = [forked(work, folder / f"process-{rank}.log", partial(join_in, rank)) for rank in range(count)]
     codes: dict[int, int] = {}
     until = time.monotonic() + TIMEOUT_SECONDS
     while len(codes) < count and time.monotonic() < until:
@@ -156,14 +143,38 @@ def test_a_signal_to_one_process_stops_both_and_the_run_resumes(answering_llama,
 
 def test_another_number_of_processes_resumes_and_says_what_differs(answering_llama, tmp_path):
     out = tmp_path / "out"
-    half = ("--per_device_train_batch_size", 4, "--resume_from_checkpoint", "auto")
-    asked = small_run(answering_llama, out, *RUN, *half)
-    assert train_together(asked, tmp_path, sabotage={0: signal_at_step(4)}) == [EXIT_INTERRUPTED] * 2
-    all_of_it = ("--per_device_train_batch_size", 8, "--resume_from_checkpoint", "auto")
-    assert train_together(small_run(answering_llama, out, *RUN, *all_of_it), tmp_path, count=1) == [0]
-    said = (tmp_path / "process-0.log").read_text()
-    assert "begun with 2 processes, now 1: other random numbers; 8 completions are sampled at a time" in said
+
+    def asked(batch: int) -> list[str]:
+        return small_run(
+            answering_llama, out, *RUN, "--per_device_train_batch_size", batch, "--resume_from_checkpoint", "auto"
+        )
+
+    first, second = signal_at_step(3), signal_at_step(1)  # the warm start takes two
+    assert train_together(asked(4), tmp_path, sabotage={0: first}) == [EXIT_INTERRUPTED] * 2
+    assert train_together(asked(8), tmp_path, sabotage={0: second}, count=1) == [EXIT_INTERRUPTED]
+    assert train_together(asked(4), tmp_path) == [0, 0]
+    said = [line for line in (tmp_path / "process-0.log").read_text().splitlines() if " processes before, now " in line]
+    same = "other random numbers; 8 completions are sampled at a time"
+    assert said == [f"2 processes before, now 1: {same}", f"1 processes before, now 2: {same}"]
     assert len(metrics_of(out)) == 3
+
+
+def test_a_process_that_has_nothing_to_learn_from_takes_part(answering_llama, tmp_path):
+    """Otherwise the others would wait for its gradient for ever."""
+
+    def without_advantages() -> None:
+        original = PolicyTrainer._generate_and_score_completions
+
+        def scored(self, inputs):
+            output = original(self, inputs)
+            return {**output, "advantages": torch.zeros_like(output["advantages"])}
+
+        PolicyTrainer._generate_and_score_completions = scored
+
+    arguments = small_run(
+        answering_llama, tmp_path / "out", *RUN, *OBJECTIVES["grpo"], "--per_device_train_batch_size", 4
+    )
+    assert train_together(arguments, tmp_path, sabotage={1: without_advantages}) == [0, 0]
 
 
 # What goes wrong -----------------------------------------------------------------------------------------------
@@ -308,6 +319,9 @@ def test_a_model_in_pieces_learns_the_same(answering_llama, tmp_path):
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=0.02, atol=1e-4, msg=name)
     assert (pieces / "checkpoint-3" / "pytorch_model_fsdp.bin").exists()  # it was FSDP
+    saved = (pieces / "adapter_model.safetensors").read_bytes()
+    assert train_together(asked, tmp_path, sabotage={0: in_pieces, 1: in_pieces}) == [0, 0]  # asked for once more
+    assert (pieces / "adapter_model.safetensors").read_bytes() == saved
 
 
 # The launcher ------------------------------------------------------------------------------------------------------
@@ -353,7 +367,7 @@ def test_the_launcher_passes_signals_and_exit_codes_on(answering_llama, tmp_path
         ("free", True, EXIT_INTERRUPTED),
     ],
 )
-def test_processes_that_cannot_meet_end_within_two_minutes(port, signalled, code, monkeypatch):
+def test_processes_that_cannot_meet_end_within_two_minutes(port, signalled, code, monkeypatch, tmp_path):
     """Another program has the port, and says nothing; the second node does not come; a signal does."""
     monkeypatch.setattr(launch, "MEET_WITHIN_SECONDS", 60 if signalled else 3)
     with socket.socket() as other:
@@ -364,16 +378,10 @@ def test_processes_that_cannot_meet_end_within_two_minutes(port, signalled, code
         elif port == "free":
             other.close()
         arguments = ["--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, "--rdzv_id", "1", "--nnodes", "2"]
-        child = os.fork()
-        if child == 0:
-            left_with = 70
-            try:
-                run_script(lambda: launch.main([*arguments, "train_script.py"]))
-            except SystemExit as leaving:
-                left_with = int(leaving.code or 0)
-            finally:
-                os._exit(left_with)
+        child = forked(lambda: launch.main([*arguments, "train_script.py"]), tmp_path / "log")
         if signalled:
             time.sleep(2)  # it waits for the second node
             os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
+    words = "interrupted" if signalled else f"error: --rdzv_endpoint {endpoint}: the processes do not meet there"
+    assert words in (tmp_path / "log").read_text()

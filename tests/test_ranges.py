@@ -70,6 +70,7 @@ def test_no_range_is_left_over():
     """Beside those of the benchmarks and of results/run.py."""
     used = {name for _, name in OPTIONS} | {f"{group.__name__}.{name}" for group, name in OPTIONS}
     others = {"prompts", "group", "completion_tokens", "accumulation", "rounds", "lakes", "size", "seeds"}
+    others |= {"processes", "batch"}
     assert set(RANGES) - used == others
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import at_call
+from conftest import at_call, forked
 from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -32,7 +32,7 @@ import llm_policy.grpo.warm_start
 import tasks.tabular
 import train_script
 from llm_policy.checkpoints import check_finished, checkpoint_to_resume_from, latest_checkpoint
-from llm_policy.errors import DISK_WORDS, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, InputError, run_script
+from llm_policy.errors import DISK_WORDS, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, InputError
 from llm_policy.grpo.diagnostics import MetricsFile
 from llm_policy.run_files import ROOT
 from tasks.tabular import TableJudge
@@ -71,27 +71,14 @@ def run(arguments: list[str], log: Path, sabotage: Callable[[], None] = lambda: 
 
 
 def forked_run(arguments: list[str], log: Path, sabotage: Callable[[], None]) -> int:
-    child = os.fork()
-    if child == 0:
-        code = 70
-        try:
-            output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-            sabotage()
-            if "stopped" in log.name:
-                pretend_optimal()
-            if "auto" in log.name:
-                pretend_half_well_formed()
-            try:
-                run_script(lambda: train_script.main(arguments))
-            except SystemExit as leaving:
-                code = leaving.code
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
+    def before() -> None:
+        sabotage()
+        if "stopped" in log.name:
+            pretend_optimal()
+        if "auto" in log.name:
+            pretend_half_well_formed()
+
+    child = forked(lambda: train_script.main(arguments), log, before)
     for _ in range(TIMEOUT_SECONDS * 50):
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:

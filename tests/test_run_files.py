@@ -28,6 +28,7 @@ from llm_policy.run_files import (
     checksum,
     finished_text,
     only_process_in,
+    processes_before,
     resolved_config,
     run_settings,
     write_run_files,
@@ -120,6 +121,7 @@ def test_a_run_says_what_it_is_and_a_resumed_one_keeps_it(tmp_path, monkeypatch)
     monkeypatch.setattr(sys, "argv", ["/somewhere/script.py", "--seed", "7", "--names", "a b"])
     write_run_files(out, groups, "configs/x.yaml", 7, settings, "a CPU, 2 CPU threads")
     assert yaml.safe_load((out / CONFIG_FILE).read_text()) == {"seed": 7}
+    assert (processes_before(out), processes_before(tmp_path)) == (1, None)
     first = run_settings(out)
     assert (first["config"], first["seed"], first["task"]) == ("x.yaml", 7, "taxi")
     assert (first["command"], first["device"]) == ("python script.py --seed 7 --names 'a b'", "a CPU, 2 CPU threads")
@@ -128,11 +130,12 @@ def test_a_run_says_what_it_is_and_a_resumed_one_keeps_it(tmp_path, monkeypatch)
 
     monkeypatch.setattr(sys, "argv", ["script.py", "--seed", "7", "--resume_from_checkpoint", "auto"])
     for times in (1, 2):
-        write_run_files(out, groups, "configs/y.yaml", 7, {"task": "other", "new": 1}, "a GPU")
+        write_run_files(out, groups, "configs/y.yaml", 7, {"task": "other", "new": 1}, "a GPU", processes=times + 1)
         second = run_settings(out)
         parts = second.pop("resumed")
         assert len(parts) == times
-        assert set(parts[0]) == {"date", "command", "commit", "device"}
+        assert set(parts[0]) == {"date", "command", "commit", "device", "processes"}
+        assert processes_before(out) == times + 1
         assert (parts[-1]["device"], "auto" in parts[-1]["command"]) == ("a GPU", True)
         assert second == first | {"new": 1}, "the beginning keeps its command, commit and device"
 

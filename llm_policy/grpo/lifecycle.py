@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, ModelConfig
@@ -156,12 +156,3 @@ def save_policy(trainer: PolicyTrainer, folders: Sequence[Path], model_config: M
         joined(base, [*folders, output_dir / GRPO_FOLDER]).save_pretrained(output_dir)
         trainer.processing_class.save_pretrained(output_dir)
     processes.wait_for_files(output_dir, ADAPTER_FILES)
-
-
-def saved_policy(trainer: PolicyTrainer, folders: Sequence[Path], model_config: ModelConfig) -> PreTrainedModel:
-    """`save_policy`, and what it saved, loaded again.
-
-    Judged is what a user loads: PEFT loads an adapter in float32, in memory it has the model's dtype.
-    """
-    save_policy(trainer, folders, model_config)
-    return load_model(trainer.args.output_dir, device=trainer.args.device, **loading_options(model_config))
