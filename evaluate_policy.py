@@ -4,6 +4,7 @@
     python evaluate_policy.py --policies random constant:LEFT expert q-learning shortest-path
     python evaluate_policy.py --policies google/gemma-2b-it --map 8x8 --samples_per_state 16
     python evaluate_policy.py --task taxi --policies random expert
+    python evaluate_policy.py --policies runs/laptop runs/policy_gradient/FrozenLake-v1-ppo-mlp
     python evaluate_policy.py --policies runs/riddles                   # held-out questions
     python evaluate_policy.py --task arc --policies google/gemma-2b-it runs/riddles    # science questions, lm-eval
 
@@ -15,9 +16,11 @@ from llm_policy.startup import announce
 
 announce(__name__)
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from transformers import set_seed
@@ -118,6 +121,9 @@ def judge_of(arguments: EvaluationArguments, settings: dict, reader: Reader | No
 
 def model_answers(name: str, settings: dict, arguments: EvaluationArguments, shared: dict) -> dict[str, dict]:
     """Greedy answers of a model and, with `--samples_per_state`, its sampled ones, by the names of their rows."""
+    if "algorithm" in settings:
+        print(f"judging {name}", flush=True)
+        return policy_gradient_judge().run_answers(Path(name))
     folder = Path(name).resolve().parent
     if not settings and ((folder / WARM_START_FOLDER).is_dir() or run_settings(folder).get("on_adapter")):
         raise InputError(f"--policies {name}: trained on top of an adapter; judge the run's folder, {folder}")
@@ -137,6 +143,17 @@ def model_answers(name: str, settings: dict, arguments: EvaluationArguments, sha
     return answers
 
 
+def policy_gradient_judge() -> ModuleType:
+    """Of the runs of train_policy_gradient.py; `InputError` where its packages are missing."""
+    try:
+        return importlib.import_module("llm_policy.policy_gradient.judge")
+    except ImportError as error:
+        raise InputError(
+            f"--policies: a run of train_policy_gradient.py needs a package ({error}); "
+            "pip install -r requirements-policy-gradient.txt"
+        ) from error
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     (arguments,), _ = parse_arguments(argv, (EvaluationArguments,), description=__doc__)
     if arguments.output_dir is None:
@@ -151,6 +168,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def episodes_beside_each_other(arguments: EvaluationArguments, runs: dict[str, dict]) -> Comparison:
+    """Runs of train_policy_gradient.py in an environment that has no table of states."""
+    others = [name for name in arguments.policies if "algorithm" not in runs.get(name, {})]
+    if others:
+        raise InputError(
+            f"--policies {others[0]}: the other runs are judged by episodes, beside a random and the best constant "
+            "policy; expected a run of train_policy_gradient.py in the same environment"
+        )
+    compared = policy_gradient_judge().compare_runs([Path(name) for name in runs])
+    return Comparison(compared.text, compared.save)
+
+
 def judge_policies(arguments: EvaluationArguments) -> Comparison:
     """All policies beside each other, printed."""
     set_seed(arguments.seed)
@@ -160,6 +189,8 @@ def judge_policies(arguments: EvaluationArguments) -> Comparison:
     for name in models:
         check_finished(Path(name))
     runs = {name: run_settings(name) for name in models}
+    if any(settings.get("algorithm") and "task" not in settings for settings in runs.values()):
+        return episodes_beside_each_other(arguments, runs)
     shared = shared_settings(runs, arguments)
 
     # Every policy answers

@@ -42,13 +42,13 @@ RESULTS = ROOT / "results"
 BEGIN, END = "<!-- {name}: written by report.py -->", "<!-- end of {name} -->"
 SECTIONS = (
     "summary", "results", "ablations", "supervision", "supervision_maps", "maps", "observations", "probe", "search",
-    "questions", "arc", "speed",
+    "policy_gradient", "questions", "arc", "speed",
 )  # fmt: skip
 
 # The studies: folders of results/. Those of training hold seeds that were trained on lakes.
-CANONICAL, ORIGINAL, ABLATIONS, SUPERVISION, MAPS, SEARCH, QUESTIONS, ARC, SPEED = (
-    "canonical", "original", "ablations", "supervision", "maps_never_seen", "policy_search", "questions", "arc",
-    "speed",
+CANONICAL, ORIGINAL, ABLATIONS, SUPERVISION, MAPS, SEARCH, POLICY_GRADIENT, QUESTIONS, ARC, SPEED = (
+    "canonical", "original", "ablations", "supervision", "maps_never_seen", "policy_search", "policy_gradient",
+    "questions", "arc", "speed",
 )  # fmt: skip
 TRAINING = (CANONICAL, ORIGINAL, ABLATIONS, SUPERVISION, MAPS)
 # What ablations start from: a result, and the configuration that their command names (None: the default)
@@ -109,6 +109,22 @@ class SearchRow(BaseModel, strict=True):
     policy: str
     value: FiniteFloat
     episodes: int | None
+
+
+class EpisodeRow(BaseModel, strict=True):
+    """The same of a policy gradient that is judged by episodes."""
+
+    policy: str
+    mean_return: FiniteFloat
+
+
+class EpisodeLine(BaseModel, strict=True):
+    """The same of a line of a policy gradient's metrics.jsonl."""
+
+    step: int
+    episodes: int
+    seconds: FiniteFloat
+    mean_return_of_25_episodes: FiniteFloat | None = None  # none before the first episode has ended
 
 
 class QuestionRow(BaseModel, strict=True):
@@ -239,6 +255,30 @@ def of_studies(results: Mapping[str, list[dict]], *studies: str) -> dict[str, li
 def searches_of(folder: Path) -> list[dict]:
     """`evaluation.json` of the finished seeds of one policy search, and its minutes."""
     return _evaluations(folder, lambda evaluation: rows_by_name(evaluation, SearchRow, evaluation["searched"]))
+
+
+def played_by(folder: Path) -> list[dict]:
+    """The same of a policy gradient, with its run.json and its metrics."""
+    found = []
+    for seed in finished_seeds(folder, ("evaluation.json", "run.json", "metrics.jsonl", "minutes.txt")):
+        with whole(seed):
+            evaluation, run = read_json(seed / "evaluation.json"), read_json(seed / "run.json")
+            is_exact = "success_at_horizon" in evaluation["policies"][0]
+            rows = rows_by_name(evaluation, PolicyRow if is_exact else EpisodeRow, TRAINED)
+            lines = [json.loads(line) for line in read_text(seed / "metrics.jsonl").splitlines()]
+            TypeAdapter(list[EpisodeLine]).validate_python(lines)
+            found.append(
+                {
+                    **{name: run[name] for name in ("env_id", "algorithm", "actor", "horizon_steps")},
+                    "options": evaluation["env_options"],
+                    "score": "success_at_horizon" if is_exact else "mean_return",
+                    "policies": rows,
+                    "metrics": lines,
+                    "minutes": read_minutes(seed),
+                    "made": made(seed / "run.json"),
+                }
+            )
+    return found
 
 
 def asked_of(folder: Path) -> list[dict]:
@@ -741,6 +781,53 @@ def search_section(searches: Mapping[str, list[dict]], trained: Mapping[str, lis
     return markdown(headers, rows)
 
 
+def policy_gradient_section(results: Mapping[str, list[dict]], trained: Mapping[str, list[dict]]) -> str:
+    """Each environment: what looks at nothing, then each algorithm and actor; on the lake GRPO as well."""
+    headers = (
+        "environment", "policy", "seeds", "trained, greedy", "trained, sampled", "untrained", "steps", "episodes",
+        "minutes", "steps per second", "date, commit",
+    )  # fmt: skip
+    rows = []
+    by_environment: dict[str, dict[str, list[dict]]] = {}
+    for name, seeds in results.items():
+        by_environment.setdefault(_where(seeds[0]), {})[name] = seeds
+    for where, found in by_environment.items():
+        first = next(iter(found.values()))
+        score = first[0]["score"]
+        for policy, row in first[0]["policies"].items():
+            if policy.startswith((*REFERENCES, "no action")):
+                rows.append([where, policy, "", f"{row[score]:.{4 if score[0] == 's' else 1}f}", *[""] * 7])
+        for name, seeds in found.items():
+            label = f"{seeds[0]['algorithm'].upper()}, {seeds[0]['actor']}"
+            last = [seed["metrics"][-1] for seed in seeds]
+            rows.append(
+                [
+                    where,
+                    link(label, POLICY_GRADIENT, name),
+                    len(seeds),
+                    *(values([s["policies"][kind] for s in seeds], score) for kind in (TRAINED, SAMPLED, UNTRAINED)),
+                    listed([f"{line['step']:,}" for line in last]),
+                    listed([f"{line['episodes']:,}" for line in last]),
+                    each(seeds, lambda seed: f"{seed['minutes']:.1f}"),
+                    listed([f"{line['step'] / line['seconds']:.0f}" for line in last]),
+                    made_by(seeds),
+                ]
+            )
+        if first[0]["env_id"] == "FrozenLake-v1" and SUMMARY_LAKE in trained:
+            runs = trained[SUMMARY_LAKE]
+            scores = [values([run["policies"][kind] for run in runs], score) for kind in (TRAINED, SAMPLED, UNTRAINED)]
+            minutes = each(runs, lambda run: f"{run['minutes']:.1f}")
+            label = link("GRPO, this repository", CANONICAL, SUMMARY_LAKE)
+            rows.append([where, label, len(runs), *scores, "", "none: the expert's Q", minutes, "", made_by(runs)])
+    return markdown(headers, rows)
+
+
+def _where(seed: dict) -> str:
+    options = f" {json.dumps(seed['options'])}" if seed["options"] else ""
+    what = f"success in {seed['horizon_steps']} steps" if seed["score"] == "success_at_horizon" else "return"
+    return f"{seed['env_id']}{options}: {what}"
+
+
 def questions_section(runs: Mapping[str, list[dict]]) -> str:
     """Training on questions: held-out accuracy before and after, beside chance, and what is answered."""
     headers = (
@@ -852,6 +939,12 @@ def speed_section() -> str:
     return markdown(headers, rows)
 
 
+def policy_gradients() -> dict[str, list[dict]]:
+    """Name -> finished seeds of train_policy_gradient.py."""
+    folders = sorted(folder for folder in (RESULTS / POLICY_GRADIENT).glob("*") if folder.is_dir())
+    return {folder.name: seeds for folder in folders if (seeds := played_by(folder))}
+
+
 def all_sections(results: Mapping[str, list[dict]]) -> dict[str, str]:
     """Section -> its table. Sections without results are left out."""
     folders = sorted(folder for folder in (RESULTS / SEARCH).glob("*") if folder.is_dir())
@@ -872,6 +965,8 @@ def all_sections(results: Mapping[str, list[dict]]) -> dict[str, str]:
         "observations": maps_section(unchanged | observations) if observations else None,
         "search": search_section(searches, results) if searches else None,
     }
+    if played := policy_gradients():
+        sections["policy_gradient"] = policy_gradient_section(played, results)
     folders = [folder for folder in sorted((RESULTS / QUESTIONS).glob("*")) if folder.is_dir()]
     if questions := {folder.name: seeds for folder in folders if (seeds := asked_of(folder))}:
         sections["questions"] = questions_section(questions)
@@ -985,6 +1080,33 @@ def write_pictures(results: Mapping[str, list[dict]]) -> None:
         write_curves(on_maps, pictures / f"{name}.png", title, "percent_of_optimal", "percent of the optimum")
 
 
+def write_episode_curves() -> None:
+    """A policy gradient's return while it learns, against episodes, steps and minutes: a picture per environment."""
+    by_environment: dict[str, dict[str, list[dict]]] = {}
+    for seeds in policy_gradients().values():
+        label = f"{seeds[0]['algorithm'].upper()}, {seeds[0]['actor']}"
+        by_environment.setdefault(seeds[0]["env_id"], {})[label] = seeds
+    axes = {
+        "episodes": ("episodes", lambda line: line["episodes"]),
+        "steps": ("steps in the environment", lambda line: line["step"]),
+        "minutes": ("minutes, CPU", lambda line: line["seconds"] / 60),
+    }
+    for env_id, results in by_environment.items():
+        for name, (x_label, x_of) in axes.items():
+            curves = {
+                f"{label} ({len(seeds)} seed{'s' * (len(seeds) > 1)})": [_episode_curve(seed, x_of) for seed in seeds]
+                for label, seeds in results.items()
+            }
+            figure = curves_figure(curves, {}, x_label, "mean return of 25 episodes", env_id)
+            file = ROOT / "docs" / "pictures" / f"policy_gradient_{env_id.partition('-')[0]}_{name}.png"
+            figure.savefig(file, dpi=130)
+
+
+def _episode_curve(seed: dict, x_of: Callable[[dict], float]) -> tuple[list[float], list[float]]:
+    lines = [line for line in seed["metrics"] if "mean_return_of_25_episodes" in line]
+    return [x_of(line) for line in lines], [line["mean_return_of_25_episodes"] for line in lines]
+
+
 @dataclass
 class ReportArguments:
     """What to do with the documents."""
@@ -1003,7 +1125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not results:
         raise InputError("results/: holds no finished seeds yet; results/run.py makes them")
     for study in sorted(folder.name for folder in RESULTS.iterdir() if folder.is_dir() and folder.name[0] != "_"):
-        if study not in (*TRAINING, SEARCH, QUESTIONS, ARC, SPEED):
+        if study not in (*TRAINING, SEARCH, POLICY_GRADIENT, QUESTIONS, ARC, SPEED):
             print(f"results/{study}: no section shows this study", file=sys.stderr)
     texts = documents()
     written = with_sections(texts, all_sections(results))
@@ -1015,6 +1137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         file.write_text(text, encoding="utf-8")
     print(f"written from {len(results)} results: {', '.join(changed) or 'no change'}; now the pictures", flush=True)
     write_pictures(results)
+    write_episode_curves()
     return 0
 
 

@@ -20,10 +20,11 @@ TABLE = {
         torch_empty_cache_steps dataloader_prefetch_factor ddp_bucket_cap_mb ref_model_sync_steps pad_to_multiple_of
         vllm_tensor_parallel_size max_tool_calling_iterations num_completions_to_print
         warm_start_steps warm_start_prompts lora_alpha iterations batches episodes_per_batch
-        prompts completion_tokens accumulation rounds lakes batch""",
+        prompts completion_tokens accumulation rounds lakes batch
+        n_envs n_epochs n_critic_updates cg_max_steps line_search_max_iter sub_sampling_factor hidden_sizes""",
     "[1, 10000000]": """
         max_completion_length max_completion_tokens context_tokens vllm_max_model_length save_total_limit
-        episodes q_learning_steps ddp_timeout""",
+        episodes q_learning_steps ddp_timeout n_steps batch_size""",
     "[1, 1000000]": "horizon_steps",
     "[1, 1024]": "lora_r",
     "[2, 1000000]": "judge_episodes",
@@ -36,18 +37,22 @@ TABLE = {
     "[0, 10000]": "samples_per_state",
     "[0, 4294967295]": "seed seeds data_seed test_map_seed split_seed",  # numpy's seeds
     "[0, 1000000000]": "evaluate_steps warmup_steps eval_delay",
-    "[-1, 1000000000]": "max_steps local_rank",
+    "[-1, 1000000000]": "max_steps local_rank sde_sample_freq",
+    "[-20, 20]": "log_std_init",
     "(0, 1000000000]": "logging_steps eval_steps save_steps",
     "(0, 10]": "learning_rate warm_start_learning_rate",
     "(0, 1]": "warm_start_threshold top_p gamma adam_epsilon vllm_gpu_memory_utilization",
     "(0, 1)": "test_share",
     "[0, 8]": "options",
-    "[0, 1]": "min_p balance_actions wrong_states ref_model_mixup_alpha top_entropy_quantile",
+    "[1, 1000000000]": "timesteps",
+    "[0, 1]": "gae_lambda min_p balance_actions wrong_states ref_model_mixup_alpha top_entropy_quantile",
     "[0, 1)": "adam_beta1 adam_beta2 lora_dropout label_smoothing_factor",
     "(0, 1000]": """
+        target_kl clip_range
         temperature repetition_penalty delta epsilon_high sapo_temperature_neg sapo_temperature_pos vespo_k_pos
         vespo_lambda_pos vespo_k_neg vespo_lambda_neg""",
     "[0, 1000]": """
+        ent_coef vf_coef cg_damping
         ProposerSettings.temperature beta epsilon weight_decay optimal_bonus action_entropy_coef form_coef entropy_coef
         entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target noise router_aux_loss_coef
         neftune_noise_alpha""",
@@ -65,6 +70,7 @@ PRODUCTS = {
     ("random_maps", "map_size", "map_size"): (1_000_000, "cells"),
     ("iterations", "episodes"): (10_000_000, "episodes"),
     ("warm_up", "episodes"): (10_000_000, "episodes"),
+    ("n_envs", "n_steps"): (10_000_000, "steps in memory"),
     ("episodes", "horizon_steps"): (1_000_000_000, "steps"),
     ("judge_episodes", "horizon_steps"): (1_000_000_000, "steps"),
 }

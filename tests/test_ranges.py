@@ -13,6 +13,7 @@ from llm_policy.command_line import parse_arguments
 from llm_policy.environments.expert_q import ExpertOptions
 from llm_policy.errors import InputError
 from llm_policy.grpo.arguments import ScriptArguments
+from llm_policy.policy_gradient.arguments import PolicyGradientArguments
 from llm_policy.policy_search.proposers import ProposerSettings
 from llm_policy.policy_search.search import SearchSettings
 from llm_policy.ranges import ANY_NUMBER, RANGES, Range, check_mappings, check_ranges, ranges_of
@@ -20,7 +21,7 @@ from tasks import TASKS, task_module
 
 GROUPS = [
     ScriptArguments, GRPOConfig, ModelConfig, evaluate_policy.EvaluationArguments, search_policy.ScriptArguments,
-    ProposerSettings, SearchSettings, ExpertOptions,
+    ProposerSettings, SearchSettings, ExpertOptions, PolicyGradientArguments,
     *(module.Arguments for module in map(task_module, TASKS) if hasattr(module, "make_task")),
 ]  # fmt: skip
 OPTIONS = [(group, name) for group in GROUPS for name in ranges_of(group)]

@@ -1,0 +1,162 @@
+"""The options of train_policy_gradient.py, their checks, and the configuration that belongs to an environment."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from llm_policy.command_line import parse_arguments, read_option
+from llm_policy.errors import InputError, check_choices
+from llm_policy.models import DTYPES, EMBEDDED_MODEL
+from llm_policy.run_files import ROOT
+
+ALGORITHMS = ("ppo", "trpo")
+ACTORS = ("mlp", "frozen", "lora", "random")
+POOLINGS, ACTIVATIONS, SCHEDULES = ("last", "mean"), ("tanh", "relu"), ("constant", "linear")
+CONFIGS = ROOT / "configs" / "policy_gradient"
+# What only one of the algorithms has; under the other it would be read by nobody
+OWN_OPTIONS = {
+    "ppo": ("n_epochs", "clip_range", "ent_coef", "vf_coef", "max_grad_norm"),
+    "trpo": ("cg_max_steps", "cg_damping", "n_critic_updates", "line_search_max_iter", "sub_sampling_factor"),
+}
+SHARED_OPTIONS = ("n_steps", "batch_size", "gamma", "gae_lambda", "target_kl")
+SAVES = 20  # checkpoints of a run
+LINES = 200  # of metrics.jsonl
+STATES_PER_GRAPH = 64
+
+
+@dataclass
+class PolicyGradientArguments:
+    """What is trained on what, and with which settings. Those of the algorithms have stable-baselines3's names."""
+
+    env_id: str = field(default="CartPole-v1", metadata={"help": "A Gymnasium environment."})
+    algorithm: str = field(default="ppo", metadata={"help": f"{' or '.join(ALGORITHMS)}."})
+    actor: str = field(
+        default="mlp",
+        metadata={
+            "help": "mlp: a network that reads numbers; frozen: a language model that reads text; lora: the same, "
+            "trained through an adapter; random: the same with random weights, the control."
+        },
+    )
+    # A YAML file may hold a mapping; with None among the types, the parser takes text
+    env_options: dict | str | None = field(
+        default="{}", metadata={"help": 'JSON for gymnasium.make: {"is_slippery": false}.'}
+    )
+    horizon_steps: int | None = field(default=None, metadata={"help": "Step limit. Default: the environment's."})
+    model_name_or_path: str = field(
+        default=str(EMBEDDED_MODEL), metadata={"help": "Hub id, folder or GGUF file of the language model."}
+    )
+    dtype: str = field(
+        default="auto",
+        metadata={"help": "Its weights: bfloat16, float32; auto: float32 for lora, else the faster one, measured."},
+    )
+    pooling: str = field(default="last", metadata={"help": "Of its hidden states: last token, or mean over the text."})
+    lora_r: int = field(default=16, metadata={"help": "Rank of the adapter."})
+    lora_alpha: int = field(default=32, metadata={"help": "Its scale is lora_alpha / lora_r."})
+    timesteps: int = field(default=100_000, metadata={"help": "Steps in all copies of the environment together."})
+    n_envs: int = field(default=1, metadata={"help": "Copies of the environment."})
+    normalize: bool = field(
+        default=False,
+        metadata={"help": "Scale observations and rewards by running statistics. Text is always made of scaled ones."},
+    )
+    n_steps: int | None = field(default=None, metadata={"help": "Steps of each copy between updates."})
+    batch_size: int | None = field(default=None, metadata={"help": "Steps per minibatch (trpo: of the critic)."})
+    learning_rate: float = field(default=3e-4, metadata={"help": "Of Adam (trpo: of the critic)."})
+    schedule: str = field(
+        default="constant", metadata={"help": "constant, or linear: learning rate and clip range fall to 0."}
+    )
+    gamma: float = field(default=0.99, metadata={"help": "Discount."})
+    gae_lambda: float | None = field(default=None, metadata={"help": "Of generalised advantage estimation."})
+    target_kl: float | None = field(
+        default=None, metadata={"help": "trpo: largest KL of an update; ppo: an update stops beyond 1.5 times this."}
+    )
+    n_epochs: int | None = field(default=None, metadata={"help": "ppo: passes over the steps of an update."})
+    clip_range: float | None = field(default=None, metadata={"help": "ppo: how far the ratio may move from 1."})
+    ent_coef: float | None = field(default=None, metadata={"help": "ppo: weight of the entropy."})
+    vf_coef: float | None = field(default=None, metadata={"help": "ppo: weight of the critic's loss."})
+    max_grad_norm: float | None = field(default=None, metadata={"help": "ppo: largest norm of a gradient."})
+    cg_max_steps: int | None = field(default=None, metadata={"help": "trpo: steps of conjugate gradients."})
+    cg_damping: float | None = field(default=None, metadata={"help": "trpo: added to the Fisher matrix's diagonal."})
+    n_critic_updates: int | None = field(default=None, metadata={"help": "trpo: the critic's passes per update."})
+    line_search_max_iter: int | None = field(default=None, metadata={"help": "trpo: shorter steps tried at most."})
+    sub_sampling_factor: int | None = field(
+        default=None,
+        metadata={
+            "help": "trpo: the actor's update takes one step in so many. Default: 1; with lora it leaves "
+            f"{STATES_PER_GRAPH} steps, all in memory at once."
+        },
+    )
+    use_sde: bool = field(default=False, metadata={"help": "State-dependent exploration, for continuous actions."})
+    sde_sample_freq: int = field(default=-1, metadata={"help": "Steps between its draws; -1: once per update."})
+    hidden_sizes: list[int] = field(
+        default_factory=lambda: [64, 64], metadata={"help": "Layers of the actor's head and of the critic."}
+    )
+    activation: str = field(default="tanh", metadata={"help": f"{' or '.join(ACTIVATIONS)}."})
+    log_std_init: float = field(default=0.0, metadata={"help": "First log standard deviation of continuous actions."})
+    ortho_init: bool = field(default=True, metadata={"help": "Orthogonal weights at the start, heads only."})
+    judge_episodes: int = field(default=20, metadata={"help": "Fresh episodes per policy that has no exact score."})
+    seed: int = field(default=0, metadata={"help": "Of weights, actions, minibatches and environments."})
+    logging_steps: int | None = field(default=None, metadata={"help": f"Default: {LINES} lines in a run."})
+    save_steps: int | None = field(default=None, metadata={"help": f"Default: {SAVES} checkpoints in a run."})
+    output_dir: str | None = field(
+        default=None, metadata={"help": "Default: runs/policy_gradient/ENV_ID-ALGORITHM-ACTOR."}
+    )
+    resume_from_checkpoint: str | None = field(default=None, metadata={"help": "auto: resume, or show the result."})
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.env_options, str):
+            self.env_options = json.dumps(self.env_options or {})
+        try:
+            self.options = json.loads(self.env_options)
+        except ValueError as error:
+            raise InputError(f"--env_options {self.env_options!r}: is no JSON ({error})") from error
+        if not isinstance(self.options, dict):
+            raise InputError(
+                f'--env_options {self.env_options!r}: expected a JSON object such as {{"map_name": "8x8"}}'
+            )
+        check_choices(
+            self,
+            {
+                "algorithm": ALGORITHMS, "actor": ACTORS, "pooling": POOLINGS, "activation": ACTIVATIONS,
+                "schedule": SCHEDULES, "dtype": DTYPES,
+            },
+        )  # fmt: skip
+        if self.resume_from_checkpoint is not None:
+            check_choices(self, {"resume_from_checkpoint": ("auto",)})
+        for algorithm, names in OWN_OPTIONS.items():
+            for name in names:
+                if algorithm != self.algorithm and getattr(self, name) is not None:
+                    raise InputError(f"--{name} {getattr(self, name)}: is for --algorithm {algorithm} alone")
+        if not self.hidden_sizes:
+            raise InputError("--hidden_sizes: expected at least one layer")
+        if self.output_dir is None:
+            name = f"{self.env_id.replace('/', '-')}-{self.algorithm}-{self.actor}"
+            self.output_dir = f"runs/policy_gradient/{name}"
+
+    @property
+    def reads_text(self) -> bool:
+        return self.actor != "mlp"
+
+    def algorithm_options(self) -> dict:
+        """What was named of the algorithm's own options; the others keep stable-baselines3's defaults."""
+        names = [*SHARED_OPTIONS, *OWN_OPTIONS[self.algorithm]]
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+def default_config(env_id: str, algorithm: str, actor: str = "mlp") -> Path | None:
+    """The settings for an environment, whatever its version, and for an actor if it has its own; None without any."""
+    name = env_id.rpartition("/")[2].rpartition("-")[0] or env_id
+    files = [CONFIGS / algorithm / f"{name}{suffix}.yaml" for suffix in (f"-{actor}", "")]
+    return next((file for file in files if file.is_file()), None)
+
+
+def read_arguments(argv: Sequence[str], description: str) -> tuple[PolicyGradientArguments, str]:
+    """Command line and YAML file -> arguments, and the file's path. One-line `InputError`s."""
+    defaults = {f.name: f.default for f in fields(PolicyGradientArguments)}
+    names = ("env_id", "algorithm", "actor")
+    env_id, algorithm, actor = (read_option(argv, name, default=str(defaults[name])) for name in names)
+    default = default_config(env_id, algorithm, actor) if algorithm in ALGORITHMS and actor in ACTORS else None
+    (arguments,), config = parse_arguments(
+        argv, (PolicyGradientArguments,), description=description, default_config=default
+    )
+    return arguments, config

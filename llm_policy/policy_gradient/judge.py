@@ -1,0 +1,326 @@
+"""How good a trained policy is: exactly where the environment has a table of states, else by fresh episodes.
+
+Axes: S states, A actions.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from gymnasium.spaces import Discrete
+from rich.table import Table
+from stable_baselines3.common.evaluation import evaluate_policy
+
+from llm_policy.command_line import parse_arguments
+from llm_policy.environments.frozen_lake import FrozenLake, grid_text
+from llm_policy.environments.gym_env import GymEnvironment, returns
+from llm_policy.environments.judge import (
+    evaluate_policies,
+    evaluation_table,
+    policy_verdict,
+    save_evaluation,
+)
+from llm_policy.environments.policy_table import score_policy
+from llm_policy.environments.table_environment import TableEnvironment
+from llm_policy.environments.toy_text import ENVIRONMENTS
+from llm_policy.errors import InputError
+from llm_policy.policy_gradient.arguments import PolicyGradientArguments
+from llm_policy.policy_gradient.environments import set_statistics, statistics_of
+from llm_policy.policy_gradient.learner import (
+    STATISTICS_FILE,
+    Learner,
+    load_policy,
+    make_learner,
+    training_env,
+)
+from llm_policy.policy_gradient.state_text import lake_grid
+from llm_policy.reading import read_text
+from llm_policy.run_files import CONFIG_FILE, EVALUATION_FILE, write_whole
+from llm_policy.statistics import Z_95
+from llm_policy.tables import show
+
+# Mean returns of others, not run here: environment without version -> what -> score
+PUBLISHED = {
+    "CartPole": {
+        "PPO, 100k steps (rl-zoo)": "500 +- 0",
+        "TRPO, 100k steps (rl-zoo)": "500 +- 0",
+        "PPO, seed 002": "500 by episode 350",
+    },
+    "HalfCheetah": {
+        "v3, TRPO, 1M steps (sb3-contrib, 3 seeds)": "1803 +- 46",
+        "v3, TRPO, 1M steps (a hub model card)": "4674 +- 60",
+        "v3, PPO tuned, 1M steps (rl-zoo)": "5819 +- 664",
+        "v4, PPO, 1M steps (CleanRL)": "1867 +- 48",
+    },
+    "FrozenLake": {"TRPO, 8,000 episodes (arXiv 2511.21928)": ".22", "PPO, the same": ".16"},
+}
+JUDGED_AT_ONCE = 20  # episodes: a language model reads their states together
+UNTRAINED, GREEDY, SAMPLED = "untrained, greedy", "trained, greedy", "trained, sampled"
+
+
+def published_lines(env_id: str) -> list[str]:
+    """What others report, as a line; [] where nothing is known."""
+    figures = PUBLISHED.get(env_id.rpartition("/")[2].partition("-")[0], {})
+    return ["published, not run here: " + "; ".join(f"{k} {v}" for k, v in figures.items())] if figures else []
+
+
+# Exactly -------------------------------------------------------------------------------------------------------
+
+
+def table_of(environment: GymEnvironment) -> TableEnvironment | None:
+    """The same environment as a `TableEnvironment`; None where it has none, or dynamics of its own."""
+    kind = ENVIRONMENTS.get(environment.env_id)
+    if kind is None or environment.mdp is None:
+        return None
+    if kind is FrozenLake:
+        found = [FrozenLake(lake_grid(environment), is_slippery) for is_slippery in (True, False)]
+    else:
+        found = [kind()]
+    own = environment.mdp
+    for candidate in found:
+        mdp = candidate.mdp
+        same_rewards = np.allclose(mdp.rewards_SA, own.rewards_SA)
+        if same_rewards and np.allclose(mdp.transitions_SAS, own.transitions_SAS):
+            return candidate
+    return None
+
+
+@torch.no_grad()
+def policy_table(learner: Learner, is_greedy: bool) -> np.ndarray:
+    """`policy_SA` of a policy over discrete states."""
+    states = learner.environment.env.observation_space
+    assert isinstance(states, Discrete)
+    learner.policy.set_training_mode(False)
+    one_hot_SS = torch.eye(int(states.n), device=learner.policy.device)
+    distribution = learner.policy.get_distribution(one_hot_SS).distribution
+    assert isinstance(distribution, torch.distributions.Categorical)
+    policy_SA = distribution.probs.double().cpu().numpy()
+    policy_SA /= policy_SA.sum(axis=1, keepdims=True)
+    return np.eye(policy_SA.shape[1])[policy_SA.argmax(axis=1)] if is_greedy else policy_SA
+
+
+# By episodes ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EpisodeScore:
+    """The undiscounted return of fresh episodes.
+
+    Attributes:
+        interval: half the width of the mean's 95 % interval.
+    """
+
+    policy: str
+    mean_return: float
+    interval: float
+    episodes: int
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, policy: str, totals: Sequence[float]) -> "EpisodeScore":
+        spread = float(np.std(totals, ddof=1)) if len(totals) > 1 else 0.0
+        return cls(
+            policy,
+            float(np.mean(totals)),
+            Z_95 * spread / len(totals) ** 0.5,
+            len(totals),
+            float(np.min(totals)),
+            float(np.max(totals)),
+        )
+
+
+def episode_score(learner: Learner, arguments: PolicyGradientArguments, name: str, is_greedy: bool) -> EpisodeScore:
+    """A policy in fresh episodes, all at once, with the statistics of its training, which stay as they are."""
+    env = training_env(arguments, min(arguments.judge_episodes, JUDGED_AT_ONCE))
+    env.training = env.norm_reward = False
+    set_statistics(env, statistics_of(learner.env))
+    env.seed(judge_seed(arguments))
+    generators = torch.get_rng_state()
+    torch.manual_seed(arguments.seed)
+    totals, _ = evaluate_policy(
+        learner.algorithm, env, arguments.judge_episodes, deterministic=is_greedy, return_episode_rewards=True
+    )
+    torch.set_rng_state(generators)
+    assert isinstance(totals, list)
+    return EpisodeScore.of(name, totals)
+
+
+def judge_seed(arguments: PolicyGradientArguments) -> int:
+    """Of episodes that no training has seen: its environments have the seeds from --seed on."""
+    return (arguments.seed + 1_000_003) % 2**32
+
+
+def reference_scores(environment: GymEnvironment, arguments: PolicyGradientArguments) -> list[EpisodeScore]:
+    """Policies that look at nothing: uniformly random, and the best constant action (continuous: none, 0)."""
+    env, episodes, seed = environment.env, arguments.judge_episodes, judge_seed(arguments)
+    actions = env.action_space
+    actions.seed(seed)
+    scores = [EpisodeScore.of("uniform random", returns(env, lambda _: actions.sample(), episodes, seed))]
+    if isinstance(actions, Discrete):
+        constant = [
+            EpisodeScore.of(f"best constant action ({a})", returns(env, _always(a), episodes, seed))
+            for a in range(int(actions.n))
+        ]
+        scores.append(max(constant, key=lambda score: score.mean_return))
+    else:
+        nothing = np.clip(np.zeros(actions.shape, actions.dtype), actions.low, actions.high)
+        scores.append(EpisodeScore.of("no action (0)", returns(env, _always(nothing), episodes, seed)))
+    return scores
+
+
+def _always(action) -> Callable:
+    return lambda _: action
+
+
+def score_table(scores: Sequence[EpisodeScore], title: str) -> Table:
+    table = Table("policy", title=title)
+    for column in ("mean return", "95 % interval", "lowest", "highest", "episodes"):
+        table.add_column(column, justify="right")
+    for s in scores:
+        low, high = s.mean_return - s.interval, s.mean_return + s.interval
+        table.add_row(
+            s.policy, f"{s.mean_return:.1f}", f"{low:.1f} to {high:.1f}", f"{s.lowest:.1f}", f"{s.highest:.1f}",
+            str(s.episodes),
+        )  # fmt: skip
+    return table
+
+
+def verdict_of(scores: Sequence[EpisodeScore], environment: GymEnvironment) -> str:
+    """Solved where Gymnasium says when that is; else beside the policies that look at nothing."""
+    trained = next((score for score in scores if score.policy == GREEDY), None)
+    if trained is None:
+        return ""
+    others = [score for score in scores if score.policy not in (GREEDY, SAMPLED)]
+    best = max(others, key=lambda score: score.mean_return)
+    spec = environment.env.spec
+    threshold = spec.reward_threshold if spec else None
+    figures = f"mean return {trained.mean_return:.1f} in {trained.episodes} episodes"
+    if threshold is not None and trained.mean_return >= threshold:
+        return f"solved: {figures} (Gymnasium asks for {threshold:g})"
+    if trained.mean_return - trained.interval > best.mean_return + best.interval:
+        asked = "" if threshold is None else f", short of the {threshold:g} that Gymnasium calls solved"
+        return f"learned: {figures}{asked}; {best.policy} has {best.mean_return:.1f}"
+    return f"not learned: {figures}; {best.policy} has {best.mean_return:.1f}"
+
+
+# Beside each other ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PolicyComparison:
+    """All policies of a run, or of several runs in one environment.
+
+    Attributes:
+        text: the table and what belongs below it.
+        verdict: one line on the policy that is called `GREEDY`; "" without one.
+        lines: for the picture of the curve, what policies that look at nothing earn, by name.
+        save: writes evaluation.json, and policy.png where there is a table of states, into a folder.
+    """
+
+    text: str
+    verdict: str
+    lines: dict[str, float]
+    save: Callable[[Path], None]
+
+
+def answers(
+    learner: Learner, arguments: PolicyGradientArguments, table: TableEnvironment | None, name: str, is_greedy: bool
+) -> dict:
+    """What there is to know of a policy, fit for JSON: its table of actions, or its score in fresh episodes."""
+    if table is None:
+        return asdict(episode_score(learner, arguments, name, is_greedy))
+    return {"policies": [policy_table(learner, is_greedy).tolist()]}
+
+
+def compare(
+    environment: GymEnvironment,
+    arguments: PolicyGradientArguments,
+    table: TableEnvironment | None,
+    answers_of: Mapping[str, Mapping],
+) -> PolicyComparison:
+    """Print the table of all policies, with those that look at nothing in front.
+
+    Args:
+        answers_of: name -> `answers`.
+    """
+    about = {"env_id": environment.env_id, "horizon_steps": environment.horizon_steps, "env_options": arguments.options}
+    title = f"{environment.env_id}{f' {arguments.env_options}' if arguments.options else ''}, seed {arguments.seed}"
+    if table is None:
+        scores = reference_scores(environment, arguments)
+        lines = {score.policy: score.mean_return for score in scores}
+        scores += [EpisodeScore(**found) for found in answers_of.values()]
+        text = show(score_table(scores, title), *published_lines(environment.env_id))
+        rows = json.dumps(about | {"policies": [asdict(score) for score in scores]}, indent=1)
+
+        def save(folder: Path) -> None:
+            write_whole(folder / EVALUATION_FILE, f"{rows}\n")
+
+        return PolicyComparison(text, verdict_of(scores, environment), lines, save)
+    policies = {name: [np.array(policy) for policy in found["policies"]] for name, found in answers_of.items()}
+    horizon = environment.horizon_steps
+    evaluated = evaluate_policies(policies, [table], horizon_steps=horizon, seed=arguments.seed)
+    rows_table, ceiling = evaluation_table(evaluated, title)
+    text = show(rows_table, ceiling, *published_lines(environment.env_id))
+    greedy = policies.get(GREEDY, [])
+    verdict = policy_verdict(greedy, [table], [score_policy(table, greedy[0], horizon)]) if greedy else ""
+    earned = {p.name: p.scores[0].return_at_horizon or p.scores[0].success_at_horizon for p in evaluated[:3]}
+    return PolicyComparison(text, verdict, earned, partial(save_evaluation, evaluated, [table], about))
+
+
+def table_settings(table: TableEnvironment | None) -> dict:
+    """What run.json says of a table of states, in the words of the tasks, whose judges then know it."""
+    if isinstance(table, FrozenLake):
+        return {"task": "frozen_lake", "maps": [grid_text(table.grid)], "is_slippery": table.is_slippery}
+    return {} if table is None else {"task": {"CliffWalking-v1": "cliff_walking", "Taxi-v4": "taxi"}[table.env_id]}
+
+
+# Runs on disk --------------------------------------------------------------------------------------------------
+
+
+def save_statistics(learner: Learner, folder: Path) -> None:
+    write_whole(folder / STATISTICS_FILE, json.dumps(statistics_of(learner.env)) + "\n")
+
+
+def load_run(folder: Path) -> tuple[Learner, PolicyGradientArguments]:
+    """A finished run's policy with what scaled its states; `InputError` for a file that is gone or damaged."""
+    (arguments,), _ = parse_arguments(
+        ["--config", str(folder / CONFIG_FILE)], (PolicyGradientArguments,), description="a finished run"
+    )
+    learner = make_learner(arguments)
+    load_policy(learner, folder)
+    file = folder / STATISTICS_FILE
+    try:
+        set_statistics(learner.env, json.loads(read_text(file)))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file}: cannot be read ({' '.join(str(error).split())}); train again") from error
+    return learner, arguments
+
+
+def run_answers(folder: Path) -> dict[str, dict]:
+    """A finished run's policy, greedy and sampled, as `tasks` judge a table of states or as scores of episodes."""
+    learner, arguments = load_run(folder)
+    table = table_of(learner.environment)
+    return {
+        f"{folder}, {kind}": answers(learner, arguments, table, f"{folder}, {kind}", is_greedy=kind == "greedy")
+        for kind in ("greedy", "sampled")
+    }
+
+
+def compare_runs(folders: Sequence[Path]) -> PolicyComparison:
+    """Finished runs in one environment without a table of states, beside each other."""
+    runs = [load_run(folder) for folder in folders]
+    learner, arguments = runs[0]
+    for folder, (other, settings) in zip(folders, runs, strict=True):
+        same = other.environment.env_id, settings.options, other.environment.horizon_steps
+        if same != (learner.environment.env_id, arguments.options, learner.environment.horizon_steps):
+            raise InputError(
+                f"--policies {folder}: a run in {same[0]} {same[1]} with {same[2]} steps, {folders[0]} in another "
+                "environment; judge them one by one"
+            )
+    answers_of = {name: found for folder in folders for name, found in run_answers(folder).items()}
+    return compare(learner.environment, arguments, None, answers_of)

@@ -1,0 +1,241 @@
+"""What happens between updates: metrics, a line on the terminal, TensorBoard, checkpoints, and leaving on a signal."""
+
+import json
+import math
+import shutil
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.logger import Logger, TensorBoardOutputFormat
+
+from llm_policy.checkpoints import supersede, written_whole
+from llm_policy.errors import EXIT_INTERRUPTED, InputError
+from llm_policy.models import not_finite
+from llm_policy.policy_gradient.arguments import LINES, SAVES, PolicyGradientArguments
+from llm_policy.policy_gradient.learner import (
+    STATE_FILE,
+    Learner,
+    load_training_state,
+    restore_chance,
+    restore_training,
+    training_state,
+)
+from llm_policy.run_files import METRICS_FILE
+from llm_policy.startup import say_at_once
+
+BLOCK = 25  # episodes per point of the curve, as in seed 002
+SECONDS_BETWEEN_LINES = 2  # on the terminal
+FIRST_ESTIMATE = 1000  # steps, after which the time left is said
+TENSORBOARD_FOLDER = "runs"
+# stable-baselines3's name -> ours
+METRICS = {
+    "train/approx_kl": "kl",
+    "train/kl_divergence_loss": "kl",
+    "train/policy_objective": "surrogate_improvement",
+    "train/policy_gradient_loss": "policy_gradient_loss",
+    "train/is_line_search_success": "line_search_success",
+    "train/clip_fraction": "clip_fraction",
+    "train/entropy_loss": "entropy_loss",
+    "train/value_loss": "value_loss",
+    "train/explained_variance": "explained_variance",
+    "train/std": "action_std",
+    "train/loss": "loss",
+}
+
+
+class Progress(BaseCallback):
+    """Called by the algorithm. Everything happens right after an update, when no step is half taken.
+
+    Args:
+        learner: what is trained.
+        folder: the run's.
+        resume: a checkpoint that the run goes on from.
+        stands_on: files that a resumed run needs beside its checkpoint.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        folder: Path,
+        arguments: PolicyGradientArguments,
+        resume: Path | None,
+        stands_on: Sequence[Path] = (),
+    ) -> None:
+        super().__init__()
+        self.learner, self.folder, self.total = learner, folder, arguments.timesteps
+        self.logging_steps = arguments.logging_steps or max(1, self.total // LINES)
+        self.save_steps = arguments.save_steps or max(1, self.total // SAVES)
+        self.stands_on = [folder / METRICS_FILE, *stands_on]
+        self.leaves_at_once = False
+        self.episode_returns: list[float] = []
+        self.episode_lengths: list[int] = []
+        self.seconds_before = 0.0
+        self.logged_at = self.saved_at = 0
+        self.received: str | None = None
+        file = folder / METRICS_FILE
+        self.resumed_state: dict | None = None  # until the first rollout begins
+        if resume is None:
+            file.write_text("")
+        else:
+            supersede(resume)
+            self.resumed_state = state = load_training_state(resume / STATE_FILE)
+            extra = restore_training(learner, state)
+            self.episode_returns, self.episode_lengths = extra["episode_returns"], extra["episode_lengths"]
+            self.seconds_before = extra["seconds"]
+            self.logged_at, self.saved_at = extra["logged_at"], state["timesteps"]
+            cut_back(file, state["timesteps"])
+        self.began, self.began_at = time.perf_counter(), learner.algorithm.num_timesteps
+        self.said_estimate, self.printed_at = False, -math.inf
+        learner.algorithm.set_logger(Logger(str(folder), [TensorBoardOutputFormat(str(folder / TENSORBOARD_FOLDER))]))
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._receive)
+
+    @property
+    def seconds(self) -> float:
+        """Of training, parts before an interruption included."""
+        return self.seconds_before + time.perf_counter() - self.began
+
+    def _receive(self, number, _frame) -> None:
+        if number == signal.SIGINT and self.received:
+            raise KeyboardInterrupt
+        self.received = signal.Signals(number).name
+        if self.leaves_at_once:
+            say_at_once(f"{self.received}: leaving the evaluation; --resume_from_checkpoint auto begins it again")
+            raise SystemExit(EXIT_INTERRUPTED)
+        say_at_once(f"{self.received}: finishing the update, then a checkpoint")
+
+    def _on_step(self) -> bool:
+        for info in self.locals["infos"]:
+            if "episode" in info:
+                self.episode_returns.append(float(info["episode"]["r"]))
+                self.episode_lengths.append(int(info["episode"]["l"]))
+        if not self.said_estimate and self.num_timesteps - self.began_at >= FIRST_ESTIMATE:
+            self.said_estimate = True
+            print(f"step {self.num_timesteps:,}/{self.total:,}: {self.time_left()}", flush=True)
+        return True
+
+    def spent(self) -> str:
+        """What the run took, in words."""
+        steps, episodes = self.learner.algorithm.num_timesteps, len(self.episode_returns)
+        return f"{steps:,} steps, {episodes:,} episodes, {self.seconds / 60:.1f} min"
+
+    def time_left(self) -> str:
+        """In minutes, at the pace of this call so far."""
+        done = self.num_timesteps - self.began_at
+        pace = done / (time.perf_counter() - self.began)
+        left = max(0, self.total - self.num_timesteps) / pace
+        return f"{pace:,.0f} steps/s, {left / 60:.1f} min left"
+
+    def _on_rollout_start(self) -> None:
+        """After an update, or at the very beginning."""
+        steps = self.num_timesteps
+        if self.resumed_state is not None:
+            restore_chance(self.learner, self.resumed_state)
+            self.resumed_state = None
+            return
+        if steps == 0:
+            return
+        self._check_weights()
+        if steps - self.logged_at >= self.logging_steps:
+            self.log()
+        if self.received or steps - self.saved_at >= self.save_steps:
+            self.save()
+        if self.received:
+            say_at_once(
+                f"{self.received}: checkpoint of step {steps} written; --resume_from_checkpoint auto resumes from it"
+            )
+            raise SystemExit(EXIT_INTERRUPTED)
+
+    def _on_training_end(self) -> None:
+        """After the last update."""
+        self._check_weights()
+        if self.logged_at < self.num_timesteps:
+            self.log()
+        self.logger.dump(self.num_timesteps)
+        self.save()
+
+    def _check_weights(self) -> None:
+        if bad := not_finite(dict(self.learner.policy.named_parameters())):
+            raise InputError(
+                f"step {self.num_timesteps}: the weight {bad} is no number (nan or inf); earlier checkpoints stay. "
+                "Lower --learning_rate, or look at the returns (metrics.jsonl)"
+            )
+
+    def log(self) -> None:
+        """One line in metrics.jsonl, the same figures in TensorBoard, and a short line on the terminal."""
+        steps, recent = self.num_timesteps, self.episode_returns[-BLOCK:]
+        logged = self.logger.name_to_value
+        metrics: dict[str, float] = {"step": steps, "episodes": len(self.episode_returns)}
+        if recent:
+            metrics[f"mean_return_of_{BLOCK}_episodes"] = float(np.mean(recent))
+            metrics["mean_episode_length"] = float(np.mean(self.episode_lengths[-BLOCK:]))
+        metrics |= {ours: float(logged[theirs]) for theirs, ours in METRICS.items() if theirs in logged}
+        if self.learner.reader is not None:
+            metrics["cache_hit_rate"] = self.learner.reader.encoder.hit_rate
+        metrics["seconds"] = round(self.seconds, 2)
+        metrics["steps_per_second"] = round((steps - self.began_at) / max(1e-9, self.seconds - self.seconds_before), 1)
+        with (self.folder / METRICS_FILE).open("a") as file:
+            file.write(json.dumps(metrics) + "\n")
+        for name, value in metrics.items():
+            if name not in ("step", "seconds"):
+                self.logger.record(f"run/{name}", value)
+        self.logged_at = steps
+        shown = [f"step {steps:,}/{self.total:,}", f"{len(self.episode_returns):,} episodes"]
+        if recent:
+            shown.append(f"mean return of the last {len(recent)}: {np.mean(recent):.4g}")
+        if "kl" in metrics:
+            shown.append(f"KL {metrics['kl']:.2g}")
+        if time.perf_counter() - self.printed_at >= SECONDS_BETWEEN_LINES or steps >= self.total:
+            print("  ".join([*shown, self.time_left()]), flush=True)
+            self.printed_at = time.perf_counter()
+
+    def save(self) -> None:
+        """A checkpoint; the one before it goes."""
+        folder = self.folder / f"checkpoint-{self.num_timesteps}"
+        extra = {
+            "episode_returns": self.episode_returns,
+            "episode_lengths": self.episode_lengths,
+            "seconds": self.seconds,
+            "logged_at": self.logged_at,
+        }
+        with written_whole(folder, stands_on=self.stands_on):
+            torch.save(training_state(self.learner, extra), folder / STATE_FILE)
+        remove_older(self.folder, self.num_timesteps)
+        self.saved_at = self.num_timesteps
+
+
+def remove_older(folder: Path, steps: int) -> None:
+    """Delete the checkpoints before that of `steps`."""
+    for path in folder.glob("checkpoint-*"):
+        number = path.name.removeprefix("checkpoint-")
+        if number.isdecimal() and int(number) < steps:
+            shutil.rmtree(path)
+
+
+def cut_back(file: Path, steps: int) -> None:
+    """Drop the lines of a metrics file after `steps`, and one that a kill left half written."""
+    kept = []
+    for line in file.read_text().splitlines(keepends=True):
+        try:
+            record: Mapping = json.loads(line)
+        except ValueError:
+            break
+        if record["step"] > steps:
+            break
+        kept.append(line)
+    file.write_text("".join(kept))
+
+
+def block_means(returns: list[float]) -> tuple[list[int], list[float]]:
+    """Episodes so far, and the mean return of each `BLOCK` of them; an unfinished block is left out.
+
+    >>> block_means([0.0] * 25 + [1.0] * 30)
+    ([25, 50], [0.0, 1.0])
+    """
+    ends = range(BLOCK, len(returns) + 1, BLOCK)
+    return list(ends), [float(np.mean(returns[end - BLOCK : end])) for end in ends]

@@ -1,0 +1,61 @@
+"""What a language model reads of a state: one line of text.
+
+>>> vector_text(("pole angle", "speed"), [0.031, -1.5])
+'pole angle 0.03, speed -1.50'
+>>> vector_text((), [0.031, -1.5])
+'0.03 -1.50'
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+from gymnasium.spaces import Discrete
+
+from llm_policy.environments import frozen_lake
+from llm_policy.environments.gym_env import GymEnvironment
+from llm_policy.environments.toy_text import CliffWalking, Taxi
+
+StateText = Callable[[np.ndarray], str]
+"""Vector that the actor is given -> text."""
+
+# What the numbers of an observation are called; environments that are not here have bare numbers
+NAMES = {
+    "CartPole": ("cart position", "cart velocity", "pole angle", "pole velocity"),
+    "Acrobot": (
+        "first joint cosine", "first joint sine", "second joint cosine", "second joint sine",
+        "first joint velocity", "second joint velocity",
+    ),
+    "Pendulum": ("angle cosine", "angle sine", "velocity"),
+}  # fmt: skip
+TABLES = {"CliffWalking": CliffWalking, "Taxi": Taxi}
+
+
+def vector_text(names: Sequence[str], vector: Sequence[float] | np.ndarray) -> str:
+    """Two decimals per number: 17 of them are 94 characters, at full precision 329."""
+    numbers = [f"{number:z.2f}" for number in vector]  # z: no -0.00
+    return ", ".join(map(" ".join, zip(names, numbers, strict=True))) if names else " ".join(numbers)
+
+
+def text_of_states(environment: GymEnvironment) -> StateText:
+    """How a state of this environment reads.
+
+    The vector is a discrete state's one-hot row, or an observation with normalised components.
+    """
+    name = environment.env_id.rpartition("/")[2].partition("-")[0]
+    observations = environment.env.observation_space
+    if isinstance(observations, Discrete):
+        text_of_state: Callable[[int], str] = "state {}".format
+        if name == "FrozenLake":
+            text_of_state = partial(frozen_lake.state_text, lake_grid(environment))
+        elif name in TABLES:
+            text_of_state = TABLES[name]().state_text
+        texts = [text_of_state(state) for state in range(int(observations.n))]
+        return lambda one_hot: texts[int(np.argmax(one_hot))]
+    return partial(vector_text, NAMES.get(name, ()))
+
+
+def lake_grid(environment: GymEnvironment) -> frozen_lake.Grid:
+    """The map of a lake that Gymnasium has made."""
+    desc = getattr(environment.env.unwrapped, "desc")  # noqa: B009  # mypy knows no such attribute
+    return tuple("".join(letter.decode() for letter in row) for row in desc)

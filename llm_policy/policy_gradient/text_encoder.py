@@ -1,0 +1,98 @@
+"""A language model as a reader: text -> vector. A model that is not trained reads each text once.
+
+Axes: N texts, T tokens, E components of a vector.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.nn.functional import layer_norm, pad
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from llm_policy.errors import InputError
+
+POOLINGS = ("last", "mean")
+KEPT_BYTES = 256 * 2**20  # of vectors in memory
+TEXTS_PER_PASS = 64
+PADDED_TO = 8  # tokens: fewer different shapes
+
+
+class TextEncoder:
+    """The last hidden state of a language model, pooled over the text, with a layer norm, in float32.
+
+    No `nn.Module`, so that a policy that holds it neither initialises, saves nor trains the model's own weights.
+    Dropout is off, always.
+
+    Attributes:
+        parameters: those that are trained; a LoRA adapter's, or none.
+        is_training: the weights are about to change. Then no vector is kept.
+        asked, known: texts so far, and those whose vector was known already.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pooling: str) -> None:
+        self.decoder: nn.Module = model.eval().get_decoder()
+        self.tokenizer, self.pooling = tokenizer, pooling
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.size: int = model.config.get_text_config().hidden_size
+        self.positions: int = model.config.get_text_config().max_position_embeddings
+        self.device, self.dtype = model.device, str(model.dtype).removeprefix("torch.")
+        self.is_training = False
+        self.asked = self.known = 0
+        self._kept: OrderedDict[str, torch.Tensor] = OrderedDict()
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the texts whose vector was known."""
+        return self.known / max(1, self.asked)
+
+    def set_training(self, is_training: bool) -> None:
+        self.is_training = is_training and bool(self.parameters)
+        if self.is_training:
+            self._kept.clear()
+
+    def __call__(self, texts: Sequence[str]) -> torch.Tensor:
+        """Vectors (N, E). `InputError` for a text that is longer than the model can read."""
+        different = list(dict.fromkeys(texts))
+        row_of = {text: row for row, text in enumerate(different)}
+        vectors = self._encode(different) if self.is_training else self._kept_or_encoded(different)
+        return vectors[[row_of[text] for text in texts]]
+
+    @torch.no_grad()
+    def _kept_or_encoded(self, texts: Sequence[str]) -> torch.Tensor:
+        unknown = [text for text in texts if text not in self._kept]
+        self.asked += len(texts)
+        self.known += len(texts) - len(unknown)
+        found = {text: self._kept[text] for text in texts if text in self._kept}
+        for first in range(0, len(unknown), TEXTS_PER_PASS):
+            part = unknown[first : first + TEXTS_PER_PASS]
+            found.update(zip(part, self._encode(part), strict=True))
+        for text, vector in found.items():
+            self._kept[text] = vector
+            self._kept.move_to_end(text)
+        while len(self._kept) > KEPT_BYTES // (4 * self.size):
+            self._kept.popitem(last=False)
+        return torch.stack([found[text] for text in texts])
+
+    def _encode(self, texts: Sequence[str]) -> torch.Tensor:
+        rows = self.tokenizer(list(texts))["input_ids"]
+        lengths = torch.tensor([len(row) for row in rows])
+        longest = int(lengths.max())
+        if longest > self.positions:
+            raise InputError(
+                f"a state is {longest} tokens of text, and the model reads {self.positions}: "
+                f"{texts[int(lengths.argmax())]!r:.80}; take another model or a smaller state"
+            )
+        width = -(-longest // PADDED_TO) * PADDED_TO
+        fill = self.tokenizer.pad_token_id
+        # Padded on the right: with causal attention no token of a text ever sees it
+        ids_NT = torch.stack([pad(torch.tensor(row), (0, width - len(row)), value=fill) for row in rows])
+        mask_NT = (torch.arange(width) < lengths[:, None]).long()
+        ids_NT, mask_NT = ids_NT.to(self.device), mask_NT.to(self.device)
+        hidden_NTE = self.decoder(input_ids=ids_NT, attention_mask=mask_NT, use_cache=False).last_hidden_state
+        if self.pooling == "last":
+            pooled_NE = hidden_NTE[torch.arange(len(rows)), lengths - 1].float()
+        else:
+            pooled_NE = (hidden_NTE.float() * mask_NT[:, :, None]).sum(1) / mask_NT.sum(1, keepdim=True)
+        return layer_norm(pooled_NE, (self.size,))

@@ -1,0 +1,529 @@
+"""PPO and TRPO: what the actors may not do to a model, known figures of the algorithms, the script and its files."""
+
+import copy
+import json
+import math
+import os
+import signal
+
+import gymnasium
+import numpy as np
+import pytest
+import torch
+from tiny_models import build_tiny_model
+from torch.testing import assert_close
+
+pytest.importorskip("sb3_contrib", reason="requirements-policy-gradient.txt")
+
+from safetensors.torch import load_file
+from sb3_contrib import TRPO
+
+import evaluate_policy
+from llm_policy.errors import EXIT_INTERRUPTED, InputError
+from llm_policy.models import load_model
+from llm_policy.policy_gradient import learner as learners
+from llm_policy.policy_gradient import progress
+from llm_policy.policy_gradient.arguments import CONFIGS, PolicyGradientArguments, default_config, read_arguments
+from llm_policy.policy_gradient.environments import EnvironmentSpec, make_vec_env, set_statistics, statistics_of
+from llm_policy.policy_gradient.judge import load_run, policy_table, table_of
+from llm_policy.policy_gradient.learner import make_learner
+from llm_policy.policy_gradient.trpo import FewPassesTRPO
+from llm_policy.run_files import METRICS_FILE
+from train_policy_gradient import main
+
+ACTORS = ("mlp", "frozen", "lora", "random")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return build_tiny_model(tmp_path_factory.mktemp("model") / "llama", "llama", seed=7)  # "random" has 0
+
+
+def small(model, folder, *more) -> list[str]:
+    """Arguments of a run of seconds; what stands in `more` wins."""
+    options = {
+        "env_id": "CartPole-v1", "timesteps": 256, "n_envs": 2, "n_steps": 32, "batch_size": 32, "judge_episodes": 3,
+        "model_name_or_path": model, "output_dir": folder, "lora_r": 2, "schedule": "constant", "horizon_steps": 30,
+    }  # fmt: skip
+    return [str(text) for name, value in options.items() for text in (f"--{name}", value)] + [*map(str, more)]
+
+
+def arguments_of(model, *more) -> PolicyGradientArguments:
+    return read_arguments(small(model, "unused", *more), "a test")[0]
+
+
+class Counting(gymnasium.Env):
+    """Ends by its limit alone; a reward of 1 per step. Options make it fail or say what is no number."""
+
+    observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (2,), np.float32)
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails, self.steps = fails, 0
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return self.np_random.normal(size=2).astype(np.float32), {}
+
+    def step(self, action):
+        self.steps += 1
+        if self.fails == "raises":
+            raise ZeroDivisionError("by design")
+        observation = np.full(2, np.nan if self.fails == "state" else self.steps, np.float32)
+        return observation, math.inf if self.fails == "reward" else 1.0, False, False, {}
+
+
+gymnasium.register("Counting-v0", Counting, max_episode_steps=10)
+
+
+# The actors ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "trpo"])
+@pytest.mark.parametrize("actor", ["frozen", "lora"])
+def test_pretrained_weights_stay_as_they_are(model, algorithm, actor):
+    """Neither orthogonal initialisation nor training reaches them; an adapter's do change."""
+    learner = make_learner(arguments_of(model, "--actor", actor, "--algorithm", algorithm))
+    stored = load_model(model, dtype="float32").get_decoder().state_dict()
+
+    def distances() -> list[float]:
+        own = learner.reader.encoder.decoder.state_dict()
+        names = {name.replace(".base_layer", ""): name for name in own if "lora_" not in name}
+        assert set(names) == set(stored)
+        return [float((own[names[name]].float() - stored[name]).abs().max()) for name in stored]
+
+    tolerance = 0.0 if actor == "lora" else 2e-2  # frozen ones may be bfloat16
+    assert max(distances()) <= tolerance
+    adapter = [parameter.clone() for parameter in learner.reader.encoder.parameters]
+    learner.algorithm.learn(128)
+    assert max(distances()) <= tolerance
+    changed = [not torch.equal(a, b) for a, b in zip(adapter, learner.reader.encoder.parameters, strict=True)]
+    assert (actor == "lora") == any(changed)
+
+
+def test_random_is_the_same_architecture_with_other_weights(model):
+    frozen, first, second = (
+        make_learner(arguments_of(model, "--actor", actor, "--dtype", "float32", "--seed", seed)).reader.encoder
+        for actor, seed in (("frozen", 0), ("random", 0), ("random", 0))
+    )
+    shapes = [{n: w.shape for n, w in e.decoder.state_dict().items()} for e in (frozen, first)]
+    assert shapes[0] == shapes[1]
+    texts = ["pole angle 0.10", "pole angle -0.20"]
+    assert not torch.allclose(frozen(texts), first(texts), atol=1e-2)
+    assert_close(first(texts), second(texts))
+
+
+def test_only_what_is_trained_counts_as_a_parameter(model):
+    names = {
+        actor: {name for name, _ in make_learner(arguments_of(model, "--actor", actor)).policy.named_parameters()}
+        for actor in ACTORS
+    }
+    assert names["frozen"] == names["random"] == names["mlp"]
+    assert {name.partition("adapter")[1] for name in names["lora"] - names["mlp"]} == {"adapter"}
+
+
+@pytest.mark.parametrize("actor", ACTORS)
+def test_the_heads_are_orthogonal_and_the_last_layer_small(model, actor):
+    policy = make_learner(arguments_of(model, "--actor", actor)).policy
+    weight = policy.mlp_extractor.value_net[2].weight
+    assert_close(weight @ weight.T, 2 * torch.eye(len(weight)), atol=1e-4, rtol=0)
+    assert policy.action_net.weight.norm(dim=1).max() < 0.011
+
+
+@pytest.mark.parametrize("actor", ACTORS)
+def test_each_state_has_its_own_action_probabilities(model, actor):
+    """The original made one text of a whole batch of states."""
+    learner = make_learner(arguments_of(model, "--actor", actor, "--env_id", "FrozenLake-v1"))
+    with torch.no_grad():
+        learner.policy.action_net.weight.mul_(1000)
+    table_SA = policy_table(learner, is_greedy=False)
+    distances = np.abs(table_SA[:, None] - table_SA[None]).max(-1) + np.eye(len(table_SA))
+    assert distances.min() > 1e-6
+    assert_close(table_SA.sum(1), np.ones(len(table_SA)))
+
+
+# The algorithms ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("actor", ACTORS)
+def test_the_ratio_is_one_before_a_step(model, actor):
+    """One minibatch of one pass: what PPO calls its KL is of the policy that has acted."""
+    learner = make_learner(
+        arguments_of(model, "--actor", actor, "--n_epochs", 1, "--batch_size", 64, "--timesteps", 64)
+    )
+    learner.algorithm.learn(64)
+    assert learner.algorithm.logger.name_to_value["train/approx_kl"] < 1e-9
+    assert learner.algorithm.logger.name_to_value["train/clip_fraction"] == 0
+
+
+@pytest.mark.parametrize("actor", ACTORS)
+def test_the_kl_of_a_step_stays_within_the_target(model, actor, monkeypatch):
+    """Measured again by the test, before and after each update; a step that the search refuses changes nothing."""
+    learner = make_learner(arguments_of(model, "--algorithm", "trpo", "--actor", actor, "--target_kl", 0.002))
+    algorithm, policy, found = learner.algorithm, learner.policy, []
+    train = algorithm.train
+
+    def measured():
+        state = np.random.get_state()
+        states = next(algorithm.rollout_buffer.get(None)).observations  # in an order drawn at each call
+        np.random.set_state(state)
+        with torch.no_grad():
+            before = policy.get_distribution(states).distribution
+        train()
+        policy.set_training_mode(False)
+        with torch.no_grad():
+            after = policy.get_distribution(states).distribution
+        found.append(float(torch.distributions.kl_divergence(after, before).mean()))
+
+    monkeypatch.setattr(algorithm, "train", measured)
+    algorithm.learn(256)
+    assert len(found) == 4
+    assert max(found) <= 0.002 + 1e-6
+    assert max(found) > 1e-5
+
+
+def test_two_passes_give_what_the_library_gives(model):
+    """Parameters, gradients and shapes of sb3-contrib's own loop over the parameters."""
+    learner = make_learner(arguments_of(model, "--algorithm", "trpo", "--actor", "lora"))
+    learner.algorithm.collect_rollouts(*_collecting(learner))
+    learner.policy.set_training_mode(True)
+    data = next(learner.algorithm.rollout_buffer.get(None))
+    found = []
+    for compute in (FewPassesTRPO._compute_actor_grad, TRPO._compute_actor_grad):
+        with torch.no_grad():
+            old = copy.copy(learner.policy.get_distribution(data.observations).distribution)
+        distribution = learner.policy.get_distribution(data.observations).distribution
+        objective = (data.advantages * distribution.log_prob(data.actions.flatten())).mean()
+        kl = torch.distributions.kl_divergence(distribution, old).mean()
+        found.append(compute(learner.algorithm, kl, objective))
+    (parameters, of_objective, of_kl, shapes), (same, *others, same_shapes) = found
+    assert [id(parameter) for parameter in parameters] == [id(parameter) for parameter in same]
+    assert shapes == [tuple(shape) for shape in same_shapes]
+    assert_close((of_objective, of_kl), tuple(others))
+
+
+def test_the_time_limit_is_no_end(model):
+    """What a cut episode would have gone on to earn counts, by the critic's value of its last state."""
+    learner = make_learner(arguments_of(model, "--env_id", "Counting-v0", "--n_envs", 1, "--horizon_steps", 10))
+    with torch.no_grad():
+        learner.policy.value_net.weight.zero_()
+        learner.policy.value_net.bias.fill_(5.0)
+    learner.algorithm.collect_rollouts(*_collecting(learner))
+    rewards = learner.algorithm.rollout_buffer.rewards[:, 0]
+    expected = np.ones(32, np.float32)
+    expected[9::10] += 0.99 * 5.0 if learner.algorithm.gamma == 0.99 else learner.algorithm.gamma * 5.0
+    assert_close(rewards, expected)
+
+
+def _collecting(learner):
+    algorithm = learner.algorithm
+    _, callback = algorithm._setup_learn(64)
+    return algorithm.env, callback, algorithm.rollout_buffer, algorithm.n_steps
+
+
+# Environments ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "FrozenLake-v1", "Pendulum-v1", "HalfCheetah-v5"])
+def test_an_episode_comes_back_where_it_was(env_id):
+    if env_id.startswith("Half"):
+        pytest.importorskip("mujoco", reason="requirements-mujoco.txt")
+    spec = EnvironmentSpec(env_id, {}, None)
+
+    def make():
+        return make_vec_env(spec, 2, normalizes_observations=False, normalizes_rewards=False, gamma=0.9)
+
+    first, second = make(), make()
+    first.seed(3)
+    first.reset()
+    actions = np.random.default_rng(0)
+
+    def play(env, steps, generator):
+        return [env.step(np.array([env.action_space.sample() for _ in range(2)])) for _ in range(steps)]
+
+    first.action_space.seed(1)
+    play(first, 37, actions)  # over the end of an episode, on the lake and with the pole
+    states = json.loads(json.dumps([wrapper.state() for wrapper in learners.replayables(first)]))
+    second.reset()
+    for wrapper, state in zip(learners.replayables(second), states, strict=True):
+        wrapper.restore(state)
+    for env in (first, second):
+        env.action_space.seed(2)
+    for one, other in zip(play(first, 60, actions), play(second, 60, actions), strict=True):
+        for a, b in zip(one[:3], other[:3], strict=True):
+            assert np.array_equal(a, b)
+
+
+def test_statistics_come_back():
+    spec = EnvironmentSpec("CartPole-v1", {}, None)
+    first, second = (
+        make_vec_env(spec, 3, normalizes_observations=True, normalizes_rewards=True, gamma=0.9) for _ in range(2)
+    )
+    first.reset()
+    for _ in range(20):
+        first.step(np.array([0, 1, 1]))
+    set_statistics(second, json.loads(json.dumps(statistics_of(first))))
+    vector = np.array([[0.1, -0.2, 0.3, 0.4]])
+    assert np.array_equal(first.normalize_obs(vector), second.normalize_obs(vector))
+    assert np.array_equal(first.normalize_reward(np.ones(2)), second.normalize_reward(np.ones(2)))
+
+
+@pytest.mark.parametrize(
+    ("options", "has_table"),
+    [
+        ({}, True),
+        ({"map_name": "8x8", "is_slippery": False}, True),
+        ({"is_slippery": True, "success_rate": 0.9}, False),
+    ],
+)
+def test_a_lake_is_judged_exactly_unless_its_ice_is_another(options, has_table):
+    environment = EnvironmentSpec("FrozenLake-v1", options, None).make()
+    table = table_of(environment)
+    assert (table is not None) == has_table
+    if table is not None:
+        assert len(table.acting_states) < environment.env.observation_space.n
+
+
+# The script ------------------------------------------------------------------------------------------------------
+
+FILES = {
+    "policy.safetensors", "normalizer.json", "metrics.jsonl", "evaluation.json", "result.txt", "curve.png",
+    "resolved_config.yaml", "run.json", "untrained.json", "COMPLETE",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", ["ppo", "trpo"])
+@pytest.mark.parametrize("actor", ACTORS)
+def test_a_run_and_its_files(model, tmp_path, capfd, algorithm, actor):
+    out = tmp_path / "out"
+    assert main(small(model, out, "--actor", actor, "--algorithm", algorithm)) == 0
+    assert {path.name for path in out.iterdir() if path.is_file()} == FILES
+    lines = [json.loads(line) for line in (out / METRICS_FILE).read_text().splitlines()]
+    assert [line["step"] for line in lines] == [64, 128, 192, 256]
+    assert all(0 <= line["mean_return_of_25_episodes"] <= 30 for line in lines)
+    assert ("cache_hit_rate" in lines[0]) == (actor != "mlp")
+    assert ("line_search_success" in lines[0]) == (algorithm == "trpo")
+    assert [row["policy"] for row in json.loads((out / "evaluation.json").read_text())["policies"]][2:] == [
+        "untrained, greedy", "trained, greedy", "trained, sampled",
+    ]  # fmt: skip
+    printed = capfd.readouterr().out
+    assert printed.startswith(f"CartPole-v1, {algorithm.upper()}, actor {actor}, seed 0: 256 steps")
+    assert ("reads: cart position" in printed) == (actor != "mlp")
+    assert "verdict: " in printed
+    run = json.loads((out / "run.json").read_text())
+    assert {"stable-baselines3", "sb3-contrib"} <= set(run["versions"])
+    # A second call shows it
+    assert main(small(model, out, "--actor", actor, "--algorithm", algorithm, "--resume_from_checkpoint", "auto")) == 0
+    assert "holds a finished run" in capfd.readouterr().out
+
+
+def test_a_lake_is_judged_exactly(model, tmp_path, capfd):
+    out = tmp_path / "out"
+    assert main(small(model, out, "--env_id", "FrozenLake-v1", "--actor", "frozen", "--horizon_steps", 100)) == 0
+    rows = {row["policy"]: row for row in json.loads((out / "evaluation.json").read_text())["policies"]}
+    assert rows["optimal"]["success_probability"] == pytest.approx(0.8235, abs=1e-4)
+    assert rows["uniform random"]["success_probability"] == pytest.approx(0.0139, abs=1e-4)
+    assert (out / "policy.png").stat().st_size > 1000
+    assert "reads: AFFF|FHFH|FFFH|HFFG" in capfd.readouterr().out
+    learner, _ = load_run(out)
+    assert np.array_equal(policy_table(learner, True), np.array(rows["trained, greedy"]["policy_SA"]))
+
+
+@pytest.mark.parametrize("actor", ACTORS)
+def test_a_loaded_run_acts_as_it_did(model, tmp_path, actor):
+    out = tmp_path / "out"
+    assert main(small(model, out, "--actor", actor, "--normalize", "true")) == 0
+    first, second = load_run(out)[0], load_run(out)[0]
+    states = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
+    actions = [
+        learner.algorithm.predict(learner.env.normalize_obs(states), deterministic=True)[0]
+        for learner in (first, second)
+    ]
+    assert np.array_equal(*actions)
+    stored = load_file(out / "policy.safetensors")
+    assert all(torch.equal(stored[name], weight) for name, weight in first.policy.state_dict().items())
+
+
+def test_the_same_seed_gives_the_same_curve(model, tmp_path):
+    def curve(name, seed):
+        assert main(small(model, tmp_path / name, "--seed", seed)) == 0
+        return metrics_of(tmp_path / name)
+
+    first, again, other = curve("a", 1), curve("b", 1), curve("c", 2)
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "actor", "env_id"),
+    [
+        ("ppo", "mlp", "CartPole-v1"), ("trpo", "mlp", "Pendulum-v1"), ("ppo", "frozen", "FrozenLake-v1"),
+        ("trpo", "lora", "CartPole-v1"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_resumed_run_is_the_uninterrupted_one(model, tmp_path, capfd, monkeypatch, algorithm, actor, env_id, number):
+    options = [
+        "--algorithm",
+        algorithm,
+        "--actor",
+        actor,
+        "--env_id",
+        env_id,
+        "--normalize",
+        "true",
+        "--horizon_steps",
+        50,
+    ]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert main(small(model, whole, *options)) == 0
+    log, calls = progress.Progress.log, []
+
+    def interrupted(self):
+        log(self)
+        calls.append(self)
+        if len(calls) == 2:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(progress.Progress, "log", interrupted)
+    with pytest.raises(SystemExit) as left:
+        main(small(model, cut, *options))
+    assert left.value.code == EXIT_INTERRUPTED
+    assert "checkpoint of step 128 written; --resume_from_checkpoint auto resumes from it" in capfd.readouterr().out
+    monkeypatch.setattr(progress.Progress, "log", log)
+    assert main(small(model, cut, *options, "--resume_from_checkpoint", "auto")) == 0
+    assert (whole / "policy.safetensors").read_bytes() == (cut / "policy.safetensors").read_bytes()
+    assert (whole / "normalizer.json").read_text() == (cut / "normalizer.json").read_text()
+    assert (whole / "evaluation.json").read_text() == (cut / "evaluation.json").read_text()
+    assert metrics_of(whole) == metrics_of(cut)
+
+
+def metrics_of(folder) -> list[dict]:
+    """All but what depends on time and on what is kept in memory."""
+    lines = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
+    return [{k: v for k, v in line.items() if "second" not in k and "cache" not in k} for line in lines]
+
+
+def test_a_run_stands_beside_others(model, tmp_path, capfd):
+    """A lake's in the table of the tasks, with exact figures; others by episodes."""
+    lake, first, second = (tmp_path / name for name in ("lake", "first", "second"))
+    assert main(small(model, lake, "--env_id", "FrozenLake-v1", "--horizon_steps", 100)) == 0
+    assert main(small(model, first)) == 0
+    assert main(small(model, second, "--actor", "frozen")) == 0
+    capfd.readouterr()
+    assert evaluate_policy.main(["--policies", str(lake), "expert", "--output_dir", str(tmp_path / "a")]) == 0
+    names = [row["policy"] for row in json.loads((tmp_path / "a" / "evaluation.json").read_text())["policies"]]
+    assert names[3:] == [f"{lake}, greedy", f"{lake}, sampled", "expert"]
+    assert "0.8235" in capfd.readouterr().out
+    assert evaluate_policy.main(["--policies", str(first), str(second), "--output_dir", str(tmp_path / "b")]) == 0
+    rows = {row["policy"]: row for row in json.loads((tmp_path / "b" / "evaluation.json").read_text())["policies"]}
+    own = {row["policy"]: row for row in json.loads((first / "evaluation.json").read_text())["policies"]}
+    assert len(rows) == 6
+    for kind in ("greedy", "sampled"):  # the same episodes
+        assert rows[f"{first}, {kind}"]["mean_return"] == own[f"trained, {kind}"]["mean_return"]
+    with pytest.raises(InputError, match=r"--policies expert: the other runs are judged by episodes"):
+        evaluate_policy.main(["--policies", str(first), "expert"])
+    with pytest.raises(InputError, match=r"was judged|these runs were judged|the other runs are judged by episodes"):
+        evaluate_policy.main(["--policies", str(first), str(tmp_path / "nothing")])
+
+
+# Bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--algorithm", "sac"], r"--algorithm 'sac': expected one of ppo, trpo"),
+        (["--actor", "gpt"], r"--actor 'gpt': expected one of mlp, frozen, lora, random"),
+        (["--env_id", "Nonsense-v0"], r"--env_id Nonsense-v0: "),
+        (["--env_id", "Blackjack-v1"], r"--env_id Blackjack-v1: observations Tuple"),
+        (["--env_id", "Counting-v0", "--env_options", '{"fails": "state"}'], r"observation \[nan nan\], reward 1.0"),
+        (["--env_id", "Counting-v0", "--env_options", '{"fails": "reward"}'], r"reward inf: expected numbers"),
+        (["--env_id", "Counting-v0", "--env_options", '{"fails": "raises"}'], r"its step failed: ZeroDivisionError by"),
+        (["--env_options", "[1]"], r"--env_options '\[1\]': expected a JSON object"),
+        (["--timesteps", "63"], r"--timesteps 63: one update alone takes 64; expected at least that"),
+        (["--batch_size", "48"], r"--batch_size 48: an update has 64 steps .* expected a divisor"),
+        (["--n_envs", "0"], r"--n_envs 0: expected an integer of at least 1"),
+        (["--gamma", "1.5"], r"--gamma 1.5: expected a number above 0, at most 1"),
+        (["--hidden_sizes", "0"], r"--hidden_sizes 0: "),
+        (["--cg_max_steps", "5"], r"--cg_max_steps 5: is for --algorithm trpo alone"),
+        (["--algorithm", "trpo", "--n_epochs", "5"], r"--n_epochs 5: is for --algorithm ppo alone"),
+        (["--resume_from_checkpoint", "yes"], r"--resume_from_checkpoint 'yes': expected one of auto"),
+        (["--actor", "frozen", "--model_name_or_path", "/no/such"], r"/no/such: no such folder"),
+        (["--timestep", "5"], r"unknown arguments: --timestep 5 \(did you mean --timesteps\?\)"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(model, tmp_path, more, words):
+    with pytest.raises(InputError, match=words) as raised:
+        main(small(model, tmp_path / "out", *more))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_state_that_is_longer_than_the_model_reads(model, tmp_path):
+    class Long(Counting):
+        observation_space = gymnasium.spaces.Box(-1, 1, (400,), np.float32)
+
+    gymnasium.register("Long-v0", Long, max_episode_steps=10)
+    with pytest.raises(InputError, match=r"a state is \d+ tokens of text .*, and the model reads 512"):
+        make_learner(arguments_of(model, "--env_id", "Long-v0", "--actor", "frozen"))
+
+
+@pytest.mark.parametrize("file", ["policy.safetensors", "normalizer.json"])
+@pytest.mark.parametrize("harm", ["gone", "cut"])
+def test_a_damaged_run_is_not_judged(model, tmp_path, file, harm):
+    out = tmp_path / "out"
+    assert main(small(model, out)) == 0
+    if harm == "gone":
+        (out / file).unlink()
+    else:
+        (out / file).write_bytes((out / file).read_bytes()[:20])
+    with pytest.raises(InputError, match=rf"{file}: cannot be"):
+        load_run(out)
+
+
+def test_another_policys_file_is_refused(model, tmp_path):
+    out, other = tmp_path / "out", tmp_path / "other"
+    assert main(small(model, out)) == 0
+    assert main(small(model, other, "--hidden_sizes", "8", "8")) == 0
+    (out / "policy.safetensors").write_bytes((other / "policy.safetensors").read_bytes())
+    with pytest.raises(InputError, match=r"policy\.safetensors: cannot be loaded .*size mismatch"):
+        load_run(out)
+
+
+def test_a_folder_with_another_run_is_left_alone(model, tmp_path):
+    out = tmp_path / "out"
+    assert main(small(model, out)) == 0
+    with pytest.raises(InputError, match=r"holds another run"):
+        main(small(model, out, "--seed", 5))
+    with pytest.raises(InputError, match=r"--seed 5: .* was begun with the default"):
+        main(small(model, out, "--seed", 5, "--resume_from_checkpoint", "auto"))
+
+
+# Configurations --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*/*.yaml")), ids=lambda file: f"{file.parent.name}-{file.stem}")
+def test_a_configuration_fits_its_algorithm_and_comes_out_even(model, file):
+    algorithm, actor = file.parent.name, file.stem.partition("-")[2] or "mlp"
+    name = file.stem.partition("-")[0]
+    env_id = f"{name}-v5" if name == "HalfCheetah" else f"{name}-v1"
+    if name == "HalfCheetah":
+        pytest.importorskip("mujoco", reason="requirements-mujoco.txt")
+    assert default_config(env_id, algorithm, actor) == file
+    options = ["--env_id", env_id, "--algorithm", algorithm, "--actor", actor, "--model_name_or_path", str(model)]
+    arguments, config = read_arguments(options, "a test")
+    assert str(config) == str(file)
+    make_learner(arguments)
+
+
+def test_an_environment_without_a_configuration_has_the_library_s(model):
+    arguments, config = read_arguments(["--env_id", "MountainCar-v0"], "a test")
+    assert (config, arguments.algorithm_options()) == ("", {"gamma": 0.99})
+
+
+@pytest.mark.slow
+def test_ppo_with_a_network_solves_cart_pole(tmp_path):
+    assert main(["--output_dir", str(tmp_path / "out")]) == 0
+    rows = {row["policy"]: row for row in json.loads((tmp_path / "out" / "evaluation.json").read_text())["policies"]}
+    assert rows["trained, greedy"]["mean_return"] == 500

@@ -1,0 +1,93 @@
+"""A language model as a reader of states: what its vectors depend on, and what is kept of them."""
+
+import pytest
+import torch
+from tiny_models import build_tiny_model
+from torch.testing import assert_close
+
+from llm_policy.errors import InputError
+from llm_policy.models import load_model, load_tokenizer
+from llm_policy.policy_gradient import text_encoder
+from llm_policy.policy_gradient.state_text import vector_text
+from llm_policy.policy_gradient.text_encoder import POOLINGS, TextEncoder
+
+TEXTS = [vector_text(("pole angle", "speed"), [n / 10, -n]) for n in range(8)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return build_tiny_model(tmp_path_factory.mktemp("model") / "llama", "llama")
+
+
+def encoder_of(folder, pooling="last", trained=False):
+    model = load_model(folder, dtype="float32").requires_grad_(trained)
+    return TextEncoder(model, load_tokenizer(folder), pooling)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_eight_states_have_eight_vectors(folder, pooling):
+    vectors = encoder_of(folder, pooling)(TEXTS)
+    assert vectors.shape == (8, 64) or vectors.shape[0] == 8
+    distances = torch.cdist(vectors, vectors) + 10 * torch.eye(8)
+    assert distances.min() > 1e-3
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_padding_changes_no_vector(folder, pooling):
+    alone = encoder_of(folder, pooling)(TEXTS[:1])
+    beside_longer = encoder_of(folder, pooling)([TEXTS[0], TEXTS[1] * 5])[:1]
+    assert_close(alone, beside_longer, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_the_last_token_and_the_mean_are_those_of_the_model(folder, pooling):
+    encoder = encoder_of(folder, pooling)
+    ids = torch.tensor([encoder.tokenizer(TEXTS[3])["input_ids"]])
+    with torch.no_grad():
+        hidden = encoder.decoder(input_ids=ids).last_hidden_state[0]
+    expected = hidden[-1] if pooling == "last" else hidden.mean(0)
+    expected = (expected - expected.mean()) / (expected.var(correction=0) + 1e-5).sqrt()
+    assert_close(encoder(TEXTS[3:4])[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_each_text_is_read_once(folder):
+    encoder = encoder_of(folder)
+    first = encoder([*TEXTS, TEXTS[0]])
+    assert (encoder.asked, encoder.known) == (8, 0)
+    assert torch.equal(first[0], first[-1])
+    assert torch.equal(encoder(TEXTS[::-1]), first[:8].flip(0))
+    assert (encoder.asked, encoder.known, encoder.hit_rate) == (16, 8, 0.5)
+
+
+def test_what_is_kept_is_bounded(folder, monkeypatch):
+    encoder = encoder_of(folder)
+    monkeypatch.setattr(text_encoder, "KEPT_BYTES", 3 * 4 * encoder.size)
+    everything = encoder(TEXTS)
+    assert len(encoder._kept) == 3
+    assert_close(encoder(TEXTS), everything)
+
+
+def test_a_trained_model_keeps_nothing_of_before_a_step(folder):
+    encoder = encoder_of(folder, trained=True)
+    before = encoder(TEXTS)
+    assert not before.requires_grad
+    encoder.set_training(True)
+    assert encoder(TEXTS).requires_grad
+    with torch.no_grad():
+        for parameter in encoder.parameters:
+            parameter.mul_(1.1)
+    encoder.set_training(False)
+    assert not torch.allclose(encoder(TEXTS), before, atol=1e-3)
+
+
+def test_dropout_is_off(folder):
+    model = load_model(folder, dtype="float32").train()
+    model.config.attention_dropout = 0.5
+    encoder = TextEncoder(model, load_tokenizer(folder), "last")
+    encoder.set_training(True)
+    assert torch.equal(encoder._encode(TEXTS), encoder._encode(TEXTS))
+
+
+def test_a_text_that_the_model_cannot_read(folder):
+    with pytest.raises(InputError, match=r"tokens of text, and the model reads 512"):
+        encoder_of(folder)(["0.12 " * 600])
