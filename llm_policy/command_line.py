@@ -71,7 +71,8 @@ def parse_arguments(
 
     Args:
         argv: the arguments; None for those of the process.
-        groups: dataclasses. Every field is an option, and each field of the script's own has a help text.
+        groups: dataclasses. Every field is an option, and each field of the script's own has a help text. What a
+            group's `rare` names is left to --help_all.
         description: what the script does, with examples: its docstring.
         default_config: YAML file that is read where no --config is named.
         own: the groups that --help lists; None for those that TRL and Transformers do not define.
@@ -250,7 +251,11 @@ def short_help(
     """Description, the script's own options with their defaults, exit codes: as wide as the terminal."""
     columns = min(shutil.get_terminal_size().columns, WIDEST_LINE)
     rows = [("--config FILE", config_help)]
-    rows += [(f"--{field.name} {default_text(field)}".rstrip(), field.metadata["help"]) for field in own_fields(own)]
+    rare = {name for group in own for name in getattr(group, "rare", ())}
+    shown = [field for field in own_fields(own) if field.name not in rare]
+    rows += [(f"--{field.name} {default_text(field)}".rstrip(), field.metadata["help"]) for field in shown]
+    if rare:
+        rows.append(("--help_all", "List those that few change as well."))
     others = [group for group in groups if group not in own]
     if others:
         owner = "TRL's " if all(group.__module__.startswith("trl.") for group in others) else ""

@@ -7,9 +7,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Iterable
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +53,6 @@ def announce(module_name: str, what: str = "PyTorch, Transformers and TRL") -> N
     prepare(module_name)
     if module_name == "__main__" and process_index() == 0:
         print(f"{Path(sys.argv[0]).name}: loading {what} ...", file=sys.stderr, flush=True)
-
-
-def require(module_name: str, packages: Iterable[str], requirements: str) -> None:
-    """For the script that was called: one line and code 2 where a package of an extra is missing."""
-    missing = [package for package in packages if find_spec(package) is None]
-    if missing and module_name == "__main__":
-        guard_streams()
-        print(f"error: the package {missing[0]} is missing; pip install -r {requirements}", file=sys.stderr)
-        sys.exit(EXIT_INPUT_ERROR)
 
 
 def prepare(module_name: str) -> None:

@@ -43,8 +43,9 @@ class TokenLogProbabilities(torch.autograd.Function):
                 logits /= temperature
             normaliser = logits.logsumexp(1, keepdim=True)
             log_probabilities.append((logits.gather(1, labels) - normaliser)[:, 0])
-            shares = (logits - normaliser).exp_()
-            entropies.append(normaliser[:, 0] - torch.linalg.vecdot(shares, logits))
+            logits -= normaliser
+            shares = logits.exp()
+            entropies.append(-torch.linalg.vecdot(shares, logits))
             if ctx.needs_input_grad[0]:
                 # Less 1 at the label before the rounding to 16 bits: of a token that is all but sure, little is left
                 shares.scatter_add_(1, labels, shares.new_full(labels.shape, -1.0))

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import ClassVar
 
 from llm_policy.command_line import parse_arguments, read_option
 from llm_policy.errors import InputError, check_choices
@@ -28,6 +29,11 @@ STATES_PER_GRAPH = 64
 @dataclass
 class PolicyGradientArguments:
     """What is trained on what, and with which settings. Those of the algorithms have stable-baselines3's names."""
+
+    rare: ClassVar[tuple[str, ...]] = (
+        *OWN_OPTIONS["ppo"], *OWN_OPTIONS["trpo"], "gae_lambda", "target_kl", "use_sde", "sde_sample_freq",
+        "log_std_init", "ortho_init", "lora_r", "lora_alpha",
+    )  # fmt: skip
 
     env_id: str = field(default="CartPole-v1", metadata={"help": "A Gymnasium environment."})
     algorithm: str = field(default="ppo", metadata={"help": f"{' or '.join(ALGORITHMS)}."})
@@ -68,7 +74,8 @@ class PolicyGradientArguments:
     gamma: float = field(default=0.99, metadata={"help": "Discount."})
     gae_lambda: float | None = field(default=None, metadata={"help": "Of generalised advantage estimation."})
     target_kl: float | None = field(
-        default=None, metadata={"help": "trpo: largest KL of an update; ppo: an update stops beyond 1.5 times this."}
+        default=None,
+        metadata={"help": "trpo: largest KL of an update; ppo: an update stops beyond 1.5 times this."},
     )
     n_epochs: int | None = field(default=None, metadata={"help": "ppo: passes over the steps of an update."})
     clip_range: float | None = field(default=None, metadata={"help": "ppo: how far the ratio may move from 1."})
@@ -83,7 +90,7 @@ class PolicyGradientArguments:
         default=None,
         metadata={
             "help": "trpo: the actor's update takes one step in so many. Default: 1; with lora it leaves "
-            f"{STATES_PER_GRAPH} steps, all in memory at once."
+            f"{STATES_PER_GRAPH} steps, all in memory at once.",
         },
     )
     use_sde: bool = field(default=False, metadata={"help": "State-dependent exploration, for continuous actions."})

@@ -29,6 +29,7 @@ from llm_policy.run_files import METRICS_FILE
 from llm_policy.startup import say_at_once
 
 BLOCK = 25  # episodes per point of the curve, as in seed 002
+RESUME = "--resume_from_checkpoint auto"
 SECONDS_BETWEEN_LINES = 2  # on the terminal
 FIRST_ESTIMATE = 1000  # steps, after which the time left is said
 TENSORBOARD_FOLDER = "runs"
@@ -105,7 +106,7 @@ class Progress(BaseCallback):
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
         if self.leaves_at_once:
-            say_at_once(f"{self.received}: leaving the evaluation; --resume_from_checkpoint auto begins it again")
+            say_at_once(f"{self.received}: leaving the evaluation; {RESUME} begins it again")
             raise SystemExit(EXIT_INTERRUPTED)
         say_at_once(f"{self.received}: finishing the update, then a checkpoint")
 
@@ -146,9 +147,7 @@ class Progress(BaseCallback):
         if self.received or steps - self.saved_at >= self.save_steps:
             self.save()
         if self.received:
-            say_at_once(
-                f"{self.received}: checkpoint of step {steps} written; --resume_from_checkpoint auto resumes from it"
-            )
+            say_at_once(f"{self.received}: checkpoint of step {steps} written; {RESUME} resumes from it")
             raise SystemExit(EXIT_INTERRUPTED)
 
     def _on_training_end(self) -> None:
