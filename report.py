@@ -73,6 +73,10 @@ SUMMARY = {
     "random_maps_slippery_ways_250": ("GRPO, this repository", "percent_of_optimal"),
 }
 SUMMARY_LAKE, SUMMARY_SEARCH = "natural_slippery", "props_frozen_lake"
+SUMMARY_POLICY_GRADIENTS = {  # the same, within the step limit
+    "frozen_lake_ppo_mlp": "PPO, a network that reads the state's number",
+    "frozen_lake_ppo_frozen": "PPO, behind SmolLM2-135M-Instruct that reads the grid",
+}
 CURVES = {  # the lines of the first picture
     "natural_slippery": "this repository",
     "ablation_from_original_learning_rate": "the original with objective expected and our learning rate",
@@ -416,13 +420,18 @@ def _rank(trained: dict) -> tuple[float, float]:
 # Sections ---------------------------------------------------------------------------------------------------------
 
 
-def summary_section(results: Mapping[str, list[dict]], searches: Mapping[str, list[dict]]) -> str:
+def summary_section(
+    results: Mapping[str, list[dict]], searches: Mapping[str, list[dict]], played: Mapping[str, list[dict]]
+) -> str:
     """The table of README.md: each system beside its optimum and its baselines."""
     rows = [_summary_row(name, results[name]) for name in SUMMARY if name in results]
     if SUMMARY_LAKE in results:
         rows[1:1] = _summary_baselines(results[SUMMARY_LAKE][0])
     if SUMMARY_SEARCH in searches:
         rows += _summary_searches(searches[SUMMARY_SEARCH])
+    for name, label in SUMMARY_POLICY_GRADIENTS.items():
+        if name in played:
+            rows.append(_summary_policy_gradient(name, label, played[name]))
     headers = ("system", "environment", "score: mean (each seed)", "optimum", "seeds", "minutes per seed")
     return markdown((*headers, "date, commit"), rows)
 
@@ -470,6 +479,14 @@ def _summary_searches(seeds: Sequence[dict]) -> list[list[object]]:
         minutes = f"{np.mean([seed['minutes'] for seed in seeds]):.0f}" if is_searched else ""
         rows.append([label, where, values(found, "value"), f"{optimum:.4f}", len(found), minutes, made_by(seeds)])
     return rows
+
+
+def _summary_policy_gradient(name: str, label: str, seeds: Sequence[dict]) -> list[object]:
+    where = f"slippery lake: success within {seeds[0]['horizon_steps']} steps"
+    scores = values([seed["policies"][TRAINED] for seed in seeds], "success_at_horizon")
+    optimum = f"{seeds[0]['policies']['optimal']['optimal_at_horizon']:.4f}"
+    minutes = f"{np.mean([seed['minutes'] for seed in seeds]):.0f}"
+    return [link(label, POLICY_GRADIENT, name), where, scores, optimum, len(seeds), minutes, made_by(seeds)]
 
 
 def results_section(results: Mapping[str, list[dict]]) -> str:
@@ -955,8 +972,9 @@ def all_sections(results: Mapping[str, list[dict]]) -> dict[str, str]:
     unchanged = {name: seeds for name, seeds in maps.items() if name == OBSERVED}
     taught = {name: seeds for name, seeds in of_studies(results, SUPERVISION).items() if "_maps_" in name}
     on_one_lake = of_studies(results, CANONICAL, ORIGINAL)
+    played = policy_gradients()
     sections = {
-        "summary": summary_section(results, searches) if on_one_lake else None,
+        "summary": summary_section(results, searches, played) if on_one_lake else None,
         "results": results_section(on_one_lake) if on_one_lake else None,
         "ablations": ablations_section(results) if of_studies(results, ABLATIONS) else None,
         "supervision": supervision_section(results) if "cloning_slippery" in results else None,
@@ -965,7 +983,7 @@ def all_sections(results: Mapping[str, list[dict]]) -> dict[str, str]:
         "observations": maps_section(unchanged | observations) if observations else None,
         "search": search_section(searches, results) if searches else None,
     }
-    if played := policy_gradients():
+    if played:
         sections["policy_gradient"] = policy_gradient_section(played, results)
     folders = [folder for folder in sorted((RESULTS / QUESTIONS).glob("*")) if folder.is_dir()]
     if questions := {folder.name: seeds for folder in folders if (seeds := asked_of(folder))}:
