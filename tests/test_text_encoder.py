@@ -88,6 +88,19 @@ def test_dropout_is_off(folder):
     assert torch.equal(encoder._encode(TEXTS), encoder._encode(TEXTS))
 
 
+def test_centred_vectors_differ_more(folder):
+    """Their mean is 0 and their mean square 1; what is kept is not touched."""
+    encoder = encoder_of(folder)
+    before = encoder(TEXTS)
+    encoder.center(TEXTS)
+    after = encoder(TEXTS)
+    assert_close(after.mean(0), torch.zeros(encoder.size), atol=1e-5, rtol=0)
+    assert_close(after.square().mean(), torch.tensor(1.0))
+    similar, apart = (torch.corrcoef(vectors)[0, 1:].mean() for vectors in (before, after))
+    assert apart < similar - 0.5
+    assert_close(after * encoder.spread + encoder.common_E, before, atol=1e-5, rtol=1e-4)
+
+
 def test_a_text_that_the_model_cannot_read(folder):
     with pytest.raises(InputError, match=r"tokens of text, and the model reads 512"):
         encoder_of(folder)(["0.12 " * 600])

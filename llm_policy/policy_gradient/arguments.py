@@ -57,6 +57,9 @@ class PolicyGradientArguments:
         metadata={"help": "Its weights: bfloat16, float32; auto: float32 for lora, else the faster one, measured."},
     )
     pooling: str = field(default="last", metadata={"help": "Of its hidden states: last token, or mean over the text."})
+    center: bool = field(
+        default=True, metadata={"help": "Subtract what its vectors of all states have in common, and scale the rest."}
+    )
     lora_r: int = field(default=16, metadata={"help": "Rank of the adapter."})
     lora_alpha: int = field(default=32, metadata={"help": "Its scale is lora_alpha / lora_r."})
     timesteps: int = field(default=100_000, metadata={"help": "Steps in all copies of the environment together."})

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gymnasium.spaces import Discrete
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -37,6 +38,7 @@ from llm_policy.policy_gradient.state_text import text_of_states
 from llm_policy.policy_gradient.text_encoder import TextEncoder
 from llm_policy.policy_gradient.trpo import FewPassesTRPO
 
+LIKELY_STATES = 64  # whose texts say what all texts have in common
 POLICY_FILE, STATISTICS_FILE, STATE_FILE = "policy.safetensors", "normalizer.json", "training_state.pt"
 
 
@@ -154,7 +156,17 @@ def make_reader(arguments: PolicyGradientArguments, environment: GymEnvironment,
     text_of = text_of_states(environment)
     reader = StateReader(text_of, TextEncoder(model, tokenizer, arguments.pooling))
     check_length(reader, env, context_tokens(model))
+    if arguments.center:
+        reader.encoder.center([text_of(vector) for vector in likely_vectors(env)])
     return reader
+
+
+def likely_vectors(env: VecNormalize) -> np.ndarray:
+    """One-hot rows of all states, up to some; or vectors as scaled observations are: normal, the same each time."""
+    space = env.observation_space
+    if isinstance(env.unwrapped.envs[0].unwrapped.observation_space, Discrete):
+        return np.eye(space.shape[0])[:LIKELY_STATES]
+    return np.random.default_rng(0).normal(size=(LIKELY_STATES, *space.shape))
 
 
 def check_length(reader: StateReader, env: VecNormalize, context: int) -> None:
