@@ -25,8 +25,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
+from annotated_types import MinLen
 from pydantic import BaseModel, FiniteFloat, TypeAdapter
 
 from llm_policy.command_line import EXIT_CODES, parse_arguments
@@ -41,8 +43,8 @@ from llm_policy.statistics import mcnemar_p, wilson_interval
 RESULTS = ROOT / "results"
 BEGIN, END = "<!-- {name}: written by report.py -->", "<!-- end of {name} -->"
 SECTIONS = (
-    "summary", "results", "ablations", "supervision", "supervision_maps", "maps", "observations", "probe", "search",
-    "policy_gradient", "questions", "arc", "speed",
+    "summary", "results", "ablations", "supervision", "supervision_flaws", "supervision_maps", "maps", "observations",
+    "probe", "search", "policy_gradient", "questions", "arc", "speed",
 )  # fmt: skip
 
 # The studies: folders of results/. Those of training hold seeds that were trained on lakes.
@@ -90,6 +92,14 @@ WAYS_OF_TEACHING = {
     "cloning_slippery": "cloning",
     "distillation_slippery": "distillation",
 }
+# Experts with flaws: end of the result's name -> label. Its beginning is the way of teaching
+FLAWS = {
+    "labels_only": "labels without Q-values",
+    "wrong_tenth": "best and worst exchanged in a tenth of the states",
+    "noise_tenth": "noise of a tenth of the largest Q-value",
+    "few_episodes": "Q-learning stopped after 3,000 steps",
+}
+TAUGHT = ("natural", "cloning", "distillation")
 
 # Reading ----------------------------------------------------------------------------------------------------------
 
@@ -270,12 +280,13 @@ def played_by(folder: Path) -> list[dict]:
             is_exact = "success_at_horizon" in evaluation["policies"][0]
             rows = rows_by_name(evaluation, PolicyRow if is_exact else EpisodeRow, TRAINED)
             lines = [json.loads(line) for line in read_text(seed / "metrics.jsonl").splitlines()]
-            TypeAdapter(list[EpisodeLine]).validate_python(lines)
+            TypeAdapter(Annotated[list[EpisodeLine], MinLen(1)]).validate_python(lines)
             found.append(
                 {
                     **{name: run[name] for name in ("env_id", "algorithm", "actor", "horizon_steps")},
                     "options": evaluation["env_options"],
                     "score": "success_at_horizon" if is_exact else "mean_return",
+                    "is_centered": not re.search(r"--center[ =]false", read_text(folder / "command.txt")),
                     "policies": rows,
                     "metrics": lines,
                     "minutes": read_minutes(seed),
@@ -582,6 +593,30 @@ def supervision_section(results: Mapping[str, list[dict]]) -> str:
     return markdown(headers, [*rows, [name, seeds, "", success, "", states, "", "", "", made_in]])
 
 
+def flaws_section(results: Mapping[str, list[dict]]) -> str:
+    """Each flawed expert, and what each way of teaching makes of it: success of the greedy policy, each seed's."""
+    headers = (
+        "expert",
+        *(f"{way}: success, no step limit" for way in TAUGHT),
+        "optimal states",
+        "steps",
+        "date, commit",
+    )
+    rows = []
+    for flaw, label in FLAWS.items():
+        found = [results[name] for way in TAUGHT if (name := f"{way}_{flaw}") in results]
+        if len(found) < len(TAUGHT):
+            continue
+        greedy = [[seed["policies"][TRAINED] for seed in seeds] for seeds in found]
+        cells = [values(trained, "success_probability") for trained in greedy]
+        states = listed([f"{row['optimal_states']:.0f}" for trained in greedy for row in trained])
+        steps = listed(list(dict.fromkeys(str(last_step(seed)) for seeds in found for seed in seeds)))
+        together = [seed for seeds in found for seed in seeds]
+        of_all = f"{states} of {greedy[0][0]['acting_states']:.0f}"
+        rows.append([link(label, SUPERVISION, f"{TAUGHT[0]}_{flaw}"), *cells, of_all, steps, made_by(together)])
+    return markdown(headers, rows)
+
+
 def ablations_section(results: Mapping[str, list[dict]]) -> str:
     """What one change does, from this repository's configuration and from the original's: one value per seed."""
     headers = [
@@ -811,18 +846,22 @@ def policy_gradient_section(results: Mapping[str, list[dict]], trained: Mapping[
     for where, found in by_environment.items():
         first = next(iter(found.values()))
         score = first[0]["score"]
+        decimals = 4 if score == "success_at_horizon" else 1
         for policy, row in first[0]["policies"].items():
             if policy.startswith((*REFERENCES, "no action")):
-                rows.append([where, policy, "", f"{row[score]:.{4 if score[0] == 's' else 1}f}", *[""] * 7])
+                rows.append([where, policy, "", f"{row[score]:.{decimals}f}", *[""] * 7])
         for name, seeds in found.items():
-            label = f"{seeds[0]['algorithm'].upper()}, {seeds[0]['actor']}"
+            label = _actor(seeds[0])
             last = [seed["metrics"][-1] for seed in seeds]
             rows.append(
                 [
                     where,
                     link(label, POLICY_GRADIENT, name),
                     len(seeds),
-                    *(values([s["policies"][kind] for s in seeds], score) for kind in (TRAINED, SAMPLED, UNTRAINED)),
+                    *(
+                        values([seed["policies"][kind] for seed in seeds], score, decimals)
+                        for kind in (TRAINED, SAMPLED, UNTRAINED)
+                    ),
                     listed([f"{line['step']:,}" for line in last]),
                     listed([f"{line['episodes']:,}" for line in last]),
                     each(seeds, lambda seed: f"{seed['minutes']:.1f}"),
@@ -837,6 +876,11 @@ def policy_gradient_section(results: Mapping[str, list[dict]], trained: Mapping[
             label = link("GRPO, this repository", CANONICAL, SUMMARY_LAKE)
             rows.append([where, label, len(runs), *scores, "", "none: the expert's Q", minutes, "", made_by(runs)])
     return markdown(headers, rows)
+
+
+def _actor(seed: dict) -> str:
+    """Algorithm and actor, in words."""
+    return f"{seed['algorithm'].upper()}, {seed['actor']}{'' if seed['is_centered'] else ', not centred'}"
 
 
 def _where(seed: dict) -> str:
@@ -978,6 +1022,7 @@ def all_sections(results: Mapping[str, list[dict]]) -> dict[str, str]:
         "results": results_section(on_one_lake) if on_one_lake else None,
         "ablations": ablations_section(results) if of_studies(results, ABLATIONS) else None,
         "supervision": supervision_section(results) if "cloning_slippery" in results else None,
+        "supervision_flaws": flaws_section(results) if "natural_wrong_tenth" in results else None,
         "supervision_maps": maps_section(taught) if taught else None,
         "maps": maps_section(maps) if maps else None,
         "observations": maps_section(unchanged | observations) if observations else None,
@@ -1102,8 +1147,7 @@ def write_episode_curves() -> None:
     """A policy gradient's return while it learns, against episodes, steps and minutes: a picture per environment."""
     by_environment: dict[str, dict[str, list[dict]]] = {}
     for seeds in policy_gradients().values():
-        label = f"{seeds[0]['algorithm'].upper()}, {seeds[0]['actor']}"
-        by_environment.setdefault(seeds[0]["env_id"], {})[label] = seeds
+        by_environment.setdefault(seeds[0]["env_id"], {})[_actor(seeds[0])] = seeds
     axes = {
         "episodes": ("episodes", lambda line: line["episodes"]),
         "steps": ("steps in the environment", lambda line: line["step"]),
@@ -1117,6 +1161,7 @@ def write_episode_curves() -> None:
             }
             figure = curves_figure(curves, {}, x_label, "mean return of 25 episodes", env_id)
             file = ROOT / "docs" / "pictures" / f"policy_gradient_{env_id.partition('-')[0]}_{name}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(file, dpi=130)
 
 

@@ -247,6 +247,85 @@ def test_supervision_section(results):
     ]  # fmt: skip
 
 
+def test_flaws_section(results):
+    """A row for an expert that all ways of teaching were tried with, and none for another."""
+    names = ["natural_wrong_tenth", "cloning_wrong_tenth", "distillation_wrong_tenth", "natural_labels_only"]
+    for number, name in enumerate(names):
+        write_seed(results / "supervision" / name / "seed-1", number / 10)
+    rows = report.flaws_section(report.training_results()).splitlines()[2:]
+    label = "[best and worst exchanged in a tenth of the states](results/supervision/natural_wrong_tenth)"
+    assert [cells(row) for row in rows] == [
+        [label, "**0.0000** (0.0000)", "**0.1000** (0.1000)", "**0.2000** (0.2000)", "9, 9, 9 of 11", "2", WHEN]
+    ]
+
+
+def write_played(
+    folder, actor: str, scores: dict, horizon_steps: int = 100, env_id: str = "FrozenLake-v1", command: str = "python"
+) -> None:
+    """A finished seed of train_policy_gradient.py; `scores` by policy, of a lake or of episodes."""
+    folder.mkdir(parents=True)
+    run = {"env_id": env_id, "algorithm": "ppo", "actor": actor, "horizon_steps": horizon_steps, "commit": "b" * 40}
+    (folder / "run.json").write_text(json.dumps(run))
+    is_exact = env_id == "FrozenLake-v1"
+    rows = [policy(n, s, 9) if is_exact else {"policy": n, "mean_return": s} for n, s in scores.items()]
+    (folder / "evaluation.json").write_text(json.dumps({"env_options": {}, "policies": rows}))
+    line = {"step": 1000, "episodes": 40, "seconds": 2.0, "mean_return_of_25_episodes": 0.5}
+    (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    (folder / "minutes.txt").write_text("0.5\n")
+    (folder.parent / "command.txt").write_text(command)
+
+
+def test_policy_gradient_section(results):
+    """What looks at nothing, then each actor, then GRPO on the same lake; exact scores and those of episodes apart."""
+    (results / "canonical/canonical_slippery").rename(results / "canonical/natural_slippery")
+    scores = {
+        "optimal": 0.8, "uniform random": 0.02, "untrained, greedy": 0.1, "trained, greedy": 0.6,
+        "trained, sampled": 0.5,
+    }  # fmt: skip
+    write_played(results / "policy_gradient/lake/seed-1", "frozen", scores, command="python -- --center false\n")
+    of_episodes = {name: 100 * score for name, score in scores.items() if name != "optimal"}
+    write_played(results / "policy_gradient/pole/seed-1", "mlp", of_episodes, 500, "CartPole-v1")
+    trained = report.training_results()
+    for seeds in trained.values():
+        for seed in seeds:
+            seed["policies"]["untrained, greedy"] = policy("untrained, greedy", 0.0, 0)
+    rows = [cells(row) for row in report.policy_gradient_section(report.policy_gradients(), trained).splitlines()[2:]]
+    lake, pole = "FrozenLake-v1: success in 100 steps", "CartPole-v1: return"
+    assert [row[:5] for row in rows] == [
+        [lake, "optimal", "", "0.4000", ""],
+        [lake, "uniform random", "", "0.0100", ""],
+        [
+            lake, "[PPO, frozen, not centred](results/policy_gradient/lake)", "1", "**0.3000** (0.3000)", "**0.2500** (0.2500)",
+        ],
+        [
+            lake, "[GRPO, this repository](results/canonical/natural_slippery)", "2", "**0.3000** (0.4000, 0.2000)",
+            "**0.1500** (0.2000, 0.1000)",
+        ],
+        [pole, "uniform random", "", "2.0", ""],
+        [pole, "[PPO, mlp](results/policy_gradient/pole)", "1", "**60.0** (60.0)", "**50.0** (50.0)"],
+    ]  # fmt: skip
+    assert rows[2][5:] == ["**0.0500** (0.0500)", "1,000", "40", "0.5", "500", WHEN]
+
+
+def test_the_curves_of_episodes_are_drawn(results):
+    scores = {"trained, greedy": 60.0, "trained, sampled": 50.0, "untrained, greedy": 9.0}
+    write_played(results / "policy_gradient/pole/seed-1", "mlp", scores, 500, "CartPole-v1")
+    report.write_episode_curves()
+    pictures = {file.name for file in (results.parent / "docs/pictures").iterdir()}
+    assert pictures == {f"policy_gradient_CartPole_{axis}.png" for axis in ("steps", "episodes", "minutes")}
+
+
+@pytest.mark.parametrize("name", ["evaluation.json", "run.json", "metrics.jsonl", "minutes.txt"])
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"a": ', "\x00"])
+def test_a_damaged_policy_gradient_is_one_line(results, name, text):
+    folder = results / "policy_gradient/pole/seed-1"
+    write_played(folder, "mlp", {"trained, greedy": 60.0}, 500, "CartPole-v1")
+    (folder / name).write_text(text)
+    with pytest.raises(InputError) as raised:
+        report.policy_gradients()
+    assert "\n" not in str(raised.value)
+
+
 def test_the_warm_start_alone_is_a_row_of_the_results(results):
     seed = results / "canonical/canonical_slippery/seed-1"
     for folder in (seed, seed.with_name("seed-2")):
