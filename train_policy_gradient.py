@@ -1,6 +1,6 @@
 """PPO or TRPO with a network or a language model as the actor, judged as everything here.
 
-    python train_policy_gradient.py                                        # CartPole-v1, PPO, a network: 2 minutes
+    python train_policy_gradient.py                                        # CartPole-v1, PPO, a network: half a minute
     python train_policy_gradient.py --algorithm trpo --actor frozen        # a language model reads the state as text
     python train_policy_gradient.py --env_id FrozenLake-v1 --actor frozen  # judged exactly
     python train_policy_gradient.py --env_id HalfCheetah-v5                # needs requirements-mujoco.txt

@@ -295,7 +295,8 @@ def test_policy_gradient_section(results):
         [lake, "optimal", "", "0.4000", ""],
         [lake, "uniform random", "", "0.0100", ""],
         [
-            lake, "[PPO, frozen, not centred](results/policy_gradient/lake)", "1", "**0.3000** (0.3000)", "**0.2500** (0.2500)",
+            lake, "[PPO, frozen, not centred](results/policy_gradient/lake)", "1", "**0.3000** (0.3000)",
+            "**0.2500** (0.2500)",
         ],
         [
             lake, "[GRPO, this repository](results/canonical/natural_slippery)", "2", "**0.3000** (0.4000, 0.2000)",
