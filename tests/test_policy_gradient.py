@@ -17,10 +17,11 @@ pytest.importorskip("sb3_contrib", reason="requirements-policy-gradient.txt")
 
 from safetensors.torch import load_file
 from sb3_contrib import TRPO
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import evaluate_policy
 from llm_policy.errors import EXIT_INTERRUPTED, InputError
-from llm_policy.models import load_model
+from llm_policy.models import load_model, load_tokenizer
 from llm_policy.policy_gradient import learner as learners
 from llm_policy.policy_gradient import progress
 from llm_policy.policy_gradient.arguments import CONFIGS, PolicyGradientArguments, default_config, read_arguments
@@ -141,6 +142,24 @@ def test_each_state_has_its_own_action_probabilities(model, actor):
     distances = np.abs(table_SA[:, None] - table_SA[None]).max(-1) + np.eye(len(table_SA))
     assert distances.min() > 1e-6
     assert_close(table_SA.sum(1), np.ones(len(table_SA)))
+
+
+@pytest.mark.parametrize(("algorithm", "actor"), [("ppo", "frozen"), ("trpo", "lora")])
+def test_gpt_2_is_an_actor(model, tmp_path, algorithm, actor):
+    """The model of the original, in small: linear layers of another kind, learned positions, no padding token."""
+    tokenizer = load_tokenizer(model)
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=128, n_embd=32, n_layer=2, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    learner = make_learner(
+        arguments_of(tmp_path / "gpt2", "--actor", actor, "--algorithm", algorithm, "--timesteps", 64)
+    )
+    before = [parameter.clone() for parameter in learner.policy.parameters()]
+    learner.algorithm.learn(64)
+    assert learner.reader.encoder.size == 32
+    changed = [not torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True)]
+    assert sum(changed) > 4
 
 
 # The algorithms ----------------------------------------------------------------------------------------------------
