@@ -137,10 +137,10 @@ def test_each_state_has_its_own_action_probabilities(model, actor):
     """The original made one text of a whole batch of states."""
     learner = make_learner(arguments_of(model, "--actor", actor, "--env_id", "FrozenLake-v1"))
     with torch.no_grad():
-        learner.policy.action_net.weight.mul_(1000)
+        learner.policy.action_net.weight.mul_(30)  # else all are nearly uniform
     table_SA = policy_table(learner, is_greedy=False)
     distances = np.abs(table_SA[:, None] - table_SA[None]).max(-1) + np.eye(len(table_SA))
-    assert distances.min() > 1e-6
+    assert distances.min() > 1e-5
     assert_close(table_SA.sum(1), np.ones(len(table_SA)))
 
 
