@@ -91,6 +91,7 @@ class Progress(BaseCallback):
             self.logged_at, self.saved_at = extra["logged_at"], state["timesteps"]
             cut_back(file, state["timesteps"])
         self.began, self.began_at = time.perf_counter(), learner.algorithm.num_timesteps
+        self.ended: float | None = None
         self.said_estimate, self.printed_at = False, -math.inf
         learner.algorithm.set_logger(Logger(str(folder), [TensorBoardOutputFormat(str(folder / TENSORBOARD_FOLDER))]))
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -98,8 +99,8 @@ class Progress(BaseCallback):
 
     @property
     def seconds(self) -> float:
-        """Of training, parts before an interruption included."""
-        return self.seconds_before + time.perf_counter() - self.began
+        """Of training, parts before an interruption included and judging left out."""
+        return self.seconds_before + (self.ended or time.perf_counter()) - self.began
 
     def _receive(self, number, _frame) -> None:
         if number == signal.SIGINT and self.received:
@@ -121,7 +122,7 @@ class Progress(BaseCallback):
         return True
 
     def spent(self) -> str:
-        """What the run took, in words."""
+        """What the training took, in words."""
         steps, episodes = self.learner.algorithm.num_timesteps, len(self.episode_returns)
         return f"{steps:,} steps, {episodes:,} episodes, {self.seconds / 60:.1f} min"
 
@@ -157,6 +158,7 @@ class Progress(BaseCallback):
             self.log()
         self.logger.dump(self.num_timesteps)
         self.save()
+        self.ended = time.perf_counter()
 
     def _check_weights(self) -> None:
         if bad := not_finite(dict(self.learner.policy.named_parameters())):
