@@ -850,7 +850,7 @@ def policy_gradient_section(results: Mapping[str, list[dict]], trained: Mapping[
         decimals = 4 if score == "success_at_horizon" else 1
         for policy, row in first[0]["policies"].items():
             if policy.startswith((*REFERENCES, "no action")):
-                rows.append([where, policy, "", f"{row[score]:.{decimals}f}", *[""] * 7])
+                rows.append([where, policy, "", f"{row[score]:.{decimals}f}", *[""] * 6, made_by(first[:1])])
         for name, seeds in found.items():
             label = _actor(seeds[0])
             last = [seed["metrics"][-1] for seed in seeds]
