@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-from annotated_types import MinLen
-from pydantic import BaseModel, FiniteFloat, TypeAdapter
+from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter
 
 from llm_policy.command_line import EXIT_CODES, parse_arguments
 from llm_policy.environments.frozen_lake import ACTIONS, Grid, acting_states, grid_of, lake_mdp, leads_to_goal
@@ -281,7 +280,7 @@ def played_by(folder: Path) -> list[dict]:
             is_exact = "success_at_horizon" in evaluation["policies"][0]
             rows = rows_by_name(evaluation, PolicyRow if is_exact else EpisodeRow, TRAINED)
             lines = [json.loads(line) for line in read_text(seed / "metrics.jsonl").splitlines()]
-            TypeAdapter(Annotated[list[EpisodeLine], MinLen(1)]).validate_python(lines)
+            TypeAdapter(Annotated[list[EpisodeLine], Field(min_length=1)]).validate_python(lines)
             found.append(
                 {
                     **{name: run[name] for name in ("env_id", "algorithm", "actor", "horizon_steps")},

@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 from llm_policy.command_line import parse_arguments
-from llm_policy.environments.gym_env import GymEnvironment
+from llm_policy.environments.gym_env import GymEnvironment, read_env_options
 from llm_policy.errors import EXIT_INTERRUPTED, InputError, check_choices, run_script, writing
 from llm_policy.hardware import device_text, take_granted_threads
 from llm_policy.number_format import begun_with, faster_format
@@ -99,16 +99,7 @@ class ScriptArguments:
     resume: str = field(default="auto", metadata={"help": "auto: resume the run in the folder; never: refuse it."})
 
     def __post_init__(self) -> None:
-        if not isinstance(self.env_options, str):
-            self.env_options = json.dumps(self.env_options or {})
-        try:
-            self.options = json.loads(self.env_options)
-        except ValueError as error:
-            raise InputError(f"--env_options {self.env_options!r}: is no JSON ({error})") from error
-        if not isinstance(self.options, dict):
-            raise InputError(
-                f'--env_options {self.env_options!r}: expected a JSON object such as {{"map_name": "8x8"}}'
-            )
+        self.env_options, self.options = read_env_options(self.env_options)
         check_choices(self, {"resume": RESUMES})
 
 

@@ -64,6 +64,18 @@ def write_whole(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+def cut_back(metrics: Path, step: int) -> list[dict]:
+    """Leave out the lines of a metrics.jsonl after `step`, and one that a kill cut; returns what those left say."""
+    kept = {}  # line -> record
+    for line in metrics.read_text(errors="replace").splitlines() if metrics.exists() else ():
+        with suppress(ValueError, TypeError, KeyError):  # cut off by a kill
+            record = json.loads(line)
+            if float(record["step"]) <= step and "seconds" in record:
+                kept[line] = record
+    write_whole(metrics, "".join(f"{line}\n" for line in kept))
+    return list(kept.values())
+
+
 @contextmanager
 def only_process_in(output_dir: Path) -> Iterator[None]:
     """`InputError` where another process is at work in `output_dir`; a kill frees it. Left empty it is removed."""

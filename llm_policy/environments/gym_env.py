@@ -44,6 +44,18 @@ class GymEnvironment:
     options: Mapping[str, Any]
 
 
+def read_env_options(given: Mapping | str | None) -> tuple[str, dict]:
+    """`--env_options` as text and as a mapping; a YAML file may hold a mapping. `InputError` for anything else."""
+    text = given if isinstance(given, str) else json.dumps(given or {})
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"--env_options {text!r}: is no JSON ({error})") from error
+    if not isinstance(options, dict):
+        raise InputError(f'--env_options {text!r}: expected a JSON object such as {{"map_name": "8x8"}}')
+    return text, options
+
+
 def make_gym_environment(
     env_id: str, options: Mapping[str, Any] | None = None, horizon_steps: int | None = None
 ) -> GymEnvironment:

@@ -1,7 +1,6 @@
 """What a training run says about itself: how good it is while it learns, whether it collapsed, a resumable log."""
 
 import json
-import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from transformers.trainer_callback import ExportableState
 
 from llm_policy import processes
 from llm_policy.hardware import give_memory_back
-from llm_policy.run_files import write_whole
+from llm_policy.run_files import cut_back
 
 STOP_CONDITIONS = ("optimal", "collapsed", "either", "never")
 COLLAPSE_STEPS = 5  # so many further steps without a single group that has variance
@@ -211,21 +210,8 @@ class MetricsFile(TrainerCallback):
         """Leave out what stands behind the checkpoint that a run resumes from."""
         if not processes.is_main():
             return
-        kept = []
-        if self.path.exists():
-            lines = self.path.read_text(errors="replace").splitlines()
-            kept = [line for line in lines if self._step(line) <= state.global_step]
-        if kept:
-            self.seconds_before = json.loads(kept[-1])["seconds"]
-        write_whole(self.path, "".join(f"{line}\n" for line in kept))
-
-    @staticmethod
-    def _step(line: str) -> float:
-        try:
-            record = json.loads(line)
-            return float(record["step"]) if "seconds" in record else math.inf
-        except (ValueError, TypeError, KeyError):  # cut off by a kill
-            return math.inf
+        if kept := cut_back(self.path, state.global_step):
+            self.seconds_before = kept[-1]["seconds"]
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not logs or "train_runtime" in logs:

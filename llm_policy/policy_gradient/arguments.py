@@ -1,19 +1,23 @@
 """The options of train_policy_gradient.py, their checks, and the configuration that belongs to an environment."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import ClassVar
 
+from torch import nn
+
 from llm_policy.command_line import parse_arguments, read_option
+from llm_policy.environments.gym_env import read_env_options
 from llm_policy.errors import InputError, check_choices
 from llm_policy.models import DTYPES, EMBEDDED_MODEL
+from llm_policy.policy_gradient.text_encoder import POOLINGS
 from llm_policy.run_files import ROOT
 
 ALGORITHMS = ("ppo", "trpo")
 ACTORS = ("mlp", "frozen", "lora", "random")
-POOLINGS, ACTIVATIONS, SCHEDULES = ("last", "mean"), ("tanh", "relu"), ("constant", "linear")
+ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
+SCHEDULES = ("constant", "linear")
 CONFIGS = ROOT / "configs" / "policy_gradient"
 # What only one of the algorithms has; under the other it would be read by nobody
 OWN_OPTIONS = {
@@ -114,16 +118,7 @@ class PolicyGradientArguments:
     resume_from_checkpoint: str | None = field(default=None, metadata={"help": "auto: resume, or show the result."})
 
     def __post_init__(self) -> None:
-        if not isinstance(self.env_options, str):
-            self.env_options = json.dumps(self.env_options or {})
-        try:
-            self.options = json.loads(self.env_options)
-        except ValueError as error:
-            raise InputError(f"--env_options {self.env_options!r}: is no JSON ({error})") from error
-        if not isinstance(self.options, dict):
-            raise InputError(
-                f'--env_options {self.env_options!r}: expected a JSON object such as {{"map_name": "8x8"}}'
-            )
+        self.env_options, self.options = read_env_options(self.env_options)
         check_choices(
             self,
             {

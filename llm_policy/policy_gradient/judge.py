@@ -303,24 +303,26 @@ def load_run(folder: Path) -> tuple[Learner, PolicyGradientArguments]:
 
 def run_answers(folder: Path) -> dict[str, dict]:
     """A finished run's policy, greedy and sampled, as `tasks` judge a table of states or as scores of episodes."""
-    learner, arguments = load_run(folder)
+    return _both_answers(folder, *load_run(folder))
+
+
+def _both_answers(folder: Path, learner: Learner, arguments: PolicyGradientArguments) -> dict[str, dict]:
     table = table_of(learner.environment)
-    return {
-        f"{folder}, {kind}": answers(learner, arguments, table, f"{folder}, {kind}", is_greedy=kind == "greedy")
-        for kind in ("greedy", "sampled")
-    }
+    names = {f"{folder}, {kind}": kind == "greedy" for kind in ("greedy", "sampled")}
+    return {name: answers(learner, arguments, table, name, is_greedy) for name, is_greedy in names.items()}
 
 
 def compare_runs(folders: Sequence[Path]) -> PolicyComparison:
     """Finished runs in one environment without a table of states, beside each other."""
-    runs = [load_run(folder) for folder in folders]
-    learner, arguments = runs[0]
-    for folder, (other, settings) in zip(folders, runs, strict=True):
-        same = other.environment.env_id, settings.options, other.environment.horizon_steps
-        if same != (learner.environment.env_id, arguments.options, learner.environment.horizon_steps):
+    runs = {folder: load_run(folder) for folder in folders}
+    learner, arguments = runs[folders[0]]
+    played_in = learner.environment.env_id, arguments.options, learner.environment.horizon_steps
+    for folder, (other, settings) in runs.items():
+        own = other.environment.env_id, settings.options, other.environment.horizon_steps
+        if own != played_in:
             raise InputError(
-                f"--policies {folder}: a run in {same[0]} {same[1]} with {same[2]} steps, {folders[0]} in another "
+                f"--policies {folder}: a run in {own[0]} {own[1]} with {own[2]} steps, {folders[0]} in another "
                 "environment; judge them one by one"
             )
-    answers_of = {name: found for folder in folders for name, found in run_answers(folder).items()}
+    answers_of = {name: found for folder, run in runs.items() for name, found in _both_answers(folder, *run).items()}
     return compare(learner.environment, arguments, None, answers_of)

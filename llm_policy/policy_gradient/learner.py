@@ -25,7 +25,7 @@ from llm_policy.environments.gym_env import GymEnvironment
 from llm_policy.errors import InputError
 from llm_policy.models import context_tokens, load_model, load_tokenizer
 from llm_policy.number_format import faster_format
-from llm_policy.policy_gradient.arguments import STATES_PER_GRAPH, PolicyGradientArguments
+from llm_policy.policy_gradient.arguments import ACTIVATIONS, STATES_PER_GRAPH, PolicyGradientArguments
 from llm_policy.policy_gradient.environments import (
     EnvironmentSpec,
     Replayable,
@@ -33,7 +33,7 @@ from llm_policy.policy_gradient.environments import (
     set_statistics,
     statistics_of,
 )
-from llm_policy.policy_gradient.policy import ACTIVATIONS, Policy, StateReader
+from llm_policy.policy_gradient.policy import Policy, StateReader
 from llm_policy.policy_gradient.state_text import text_of_states
 from llm_policy.policy_gradient.text_encoder import TextEncoder
 from llm_policy.policy_gradient.trpo import FewPassesTRPO
@@ -85,7 +85,7 @@ def make_learner(arguments: PolicyGradientArguments) -> Learner:
     make: type[PPO] | type[TRPO] = PPO if arguments.algorithm == "ppo" else FewPassesTRPO
     options = arguments.algorithm_options()
     for name in ("n_steps", "batch_size"):
-        options.setdefault(name, signature(PPO if make is PPO else TRPO).parameters[name].default)
+        options.setdefault(name, signature(make).parameters[name].default)
     rollout = options["n_steps"] * arguments.n_envs
     check_rollout(rollout, options["batch_size"], arguments)
     if make is FewPassesTRPO and arguments.actor == "lora":
@@ -157,14 +157,14 @@ def make_reader(arguments: PolicyGradientArguments, environment: GymEnvironment,
     reader = StateReader(text_of, TextEncoder(model, tokenizer, arguments.pooling))
     check_length(reader, env, context_tokens(model))
     if arguments.center:
-        reader.encoder.center([text_of(vector) for vector in likely_vectors(env)])
+        reader.encoder.center([text_of(vector) for vector in likely_vectors(environment, env)])
     return reader
 
 
-def likely_vectors(env: VecNormalize) -> np.ndarray:
+def likely_vectors(environment: GymEnvironment, env: VecNormalize) -> np.ndarray:
     """One-hot rows of all states, up to some; or vectors as scaled observations are: normal, the same each time."""
     space = env.observation_space
-    if isinstance(env.unwrapped.envs[0].unwrapped.observation_space, Discrete):
+    if isinstance(environment.env.observation_space, Discrete):
         return np.eye(space.shape[0])[:LIKELY_STATES]
     return np.random.default_rng(0).normal(size=(LIKELY_STATES, *space.shape))
 

@@ -13,8 +13,6 @@ from torch import nn
 from llm_policy.policy_gradient.state_text import StateText
 from llm_policy.policy_gradient.text_encoder import TextEncoder
 
-ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
-
 
 class StateReader:
     """Vector -> text -> vector of a language model."""

@@ -5,7 +5,7 @@ import math
 import shutil
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +25,7 @@ from llm_policy.policy_gradient.learner import (
     restore_training,
     training_state,
 )
-from llm_policy.run_files import METRICS_FILE
+from llm_policy.run_files import METRICS_FILE, cut_back
 from llm_policy.startup import say_at_once
 
 BLOCK = 25  # episodes per point of the curve, as in seed 002
@@ -216,20 +216,6 @@ def remove_older(folder: Path, steps: int) -> None:
         number = path.name.removeprefix("checkpoint-")
         if number.isdecimal() and int(number) < steps:
             shutil.rmtree(path)
-
-
-def cut_back(file: Path, steps: int) -> None:
-    """Drop the lines of a metrics file after `steps`, and one that a kill left half written."""
-    kept = []
-    for line in file.read_text().splitlines(keepends=True):
-        try:
-            record: Mapping = json.loads(line)
-        except ValueError:
-            break
-        if record["step"] > steps:
-            break
-        kept.append(line)
-    file.write_text("".join(kept))
 
 
 def block_means(returns: list[float]) -> tuple[list[int], list[float]]:

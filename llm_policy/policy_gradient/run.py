@@ -36,10 +36,10 @@ def train(folder: Path, arguments: PolicyGradientArguments, config: str) -> None
     learner = make_learner(arguments)
     print(about(learner, arguments), flush=True)
     resume = checkpoint_to_resume_from(folder, arguments.resume_from_checkpoint)
-    write_settings(folder, arguments, config, learner)
+    table = judge.table_of(learner.environment)
+    write_settings(folder, arguments, config, learner, table)
 
     # The policy before training
-    table = judge.table_of(learner.environment)
     answers_of = {UNTRAINED: kept_answers(folder / UNTRAINED_FILE, learner, arguments, table)}
 
     # Training
@@ -84,7 +84,9 @@ def about(learner: Learner, arguments: PolicyGradientArguments) -> str:
     return "\n".join(lines)
 
 
-def write_settings(folder: Path, arguments: PolicyGradientArguments, config: str, learner: Learner) -> None:
+def write_settings(
+    folder: Path, arguments: PolicyGradientArguments, config: str, learner: Learner, table: TableEnvironment | None
+) -> None:
     """resolved_config.yaml and run.json, with all that evaluate_policy.py needs to judge the run again."""
     packages = ["torch", "gymnasium", "numpy", "stable-baselines3", "sb3-contrib", "transformers", "peft"]
     packages += ["mujoco"] if find_spec("mujoco") else []
@@ -96,7 +98,7 @@ def write_settings(folder: Path, arguments: PolicyGradientArguments, config: str
         "actor": arguments.actor,
         "horizon_steps": learner.environment.horizon_steps,
         "made_from": made_from,
-        **judge.table_settings(judge.table_of(learner.environment)),
+        **judge.table_settings(table),
         "versions": {name: version(name) for name in packages},
     }
     device = device_text(on_gpu=learner.policy.device.type == "cuda")
