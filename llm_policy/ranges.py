@@ -44,7 +44,7 @@ TABLE = {
     "(0, 1]": "warm_start_threshold top_p gamma adam_epsilon vllm_gpu_memory_utilization",
     "(0, 1)": "test_share",
     "[0, 8]": "options",
-    "[1, 1000000000]": "timesteps",
+    "[1, 1000000000]": "timesteps max_episodes",
     "[0, 1]": "gae_lambda min_p balance_actions wrong_states ref_model_mixup_alpha top_entropy_quantile",
     "[0, 1)": "adam_beta1 adam_beta2 lora_dropout label_smoothing_factor",
     "(0, 1000]": """

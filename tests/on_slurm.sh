@@ -136,7 +136,11 @@ has_steps() { [[ -f "$1/metrics.jsonl" && $(wc -l <"$1/metrics.jsonl") -ge $2 ]]
 has_ended() { [[ $(state_of "$1") =~ ^(COMPLETED|FAILED|CANCELLED|TIMEOUT)$ ]]; }
 is_pending() { [[ $(state_of "$1") == PENDING ]]; }
 is_done() { [[ $(state_of "$1") == COMPLETED ]]; }
-hurry() { scontrol update "JobId=$1" StartTime=now; } # SLURM waits two minutes before it starts a requeued job
+# SLURM waits two minutes before it starts a requeued job; in the second of the kill, slurmd would refuse it as revoked
+hurry() {
+  sleep 2
+  scontrol update "JobId=$1" StartTime=now
+}
 
 # The scenarios ------------------------------------------------------------------------------------------------------
 SECONDS=0

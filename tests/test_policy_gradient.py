@@ -374,6 +374,19 @@ def test_the_same_seed_gives_the_same_curve(model, tmp_path):
     assert first != other
 
 
+def test_max_episodes_ends_the_training(model, tmp_path, capfd):
+    """Also where the run was cut off while it was judged: no step is played again."""
+    options = small(model, tmp_path, "--max_episodes", 7)
+    assert main(options) == 0
+    first = metrics_of(tmp_path)
+    assert first[-1]["episodes"] in (7, 8), "two copies may end theirs in one step"
+    assert first[-1]["step"] < 256
+    assert f"{first[-1]['episodes']} episodes" in capfd.readouterr().out
+    (tmp_path / "evaluation.json").unlink()
+    assert main([*options, "--resume_from_checkpoint", "auto"]) == 0
+    assert metrics_of(tmp_path) == first
+
+
 @pytest.mark.parametrize(
     ("algorithm", "actor", "env_id"),
     [

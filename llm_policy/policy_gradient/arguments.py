@@ -67,6 +67,7 @@ class PolicyGradientArguments:
     lora_r: int = field(default=16, metadata={"help": "Rank of the adapter."})
     lora_alpha: int = field(default=32, metadata={"help": "Its scale is lora_alpha / lora_r."})
     timesteps: int = field(default=100_000, metadata={"help": "Steps in all copies of the environment together."})
+    max_episodes: int | None = field(default=None, metadata={"help": "Ends the training earlier, after so many."})
     n_envs: int = field(default=1, metadata={"help": "Copies of the environment."})
     normalize: bool = field(
         default=False,

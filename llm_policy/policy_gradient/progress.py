@@ -69,6 +69,7 @@ class Progress(BaseCallback):
     ) -> None:
         super().__init__()
         self.learner, self.folder, self.total = learner, folder, arguments.timesteps
+        self.max_episodes = arguments.max_episodes or math.inf
         self.logging_steps = arguments.logging_steps or max(1, self.total // LINES)
         self.save_steps = arguments.save_steps or max(1, self.total // SAVES)
         self.stands_on = [folder / METRICS_FILE, *stands_on]
@@ -91,6 +92,7 @@ class Progress(BaseCallback):
             self.logged_at, self.saved_at = extra["logged_at"], state["timesteps"]
             cut_back(file, state["timesteps"])
         self.began, self.began_at = time.perf_counter(), learner.algorithm.num_timesteps
+        self.began_at_episode = len(self.episode_returns)
         self.ended: float | None = None
         self.said_estimate, self.printed_at = False, -math.inf
         learner.algorithm.set_logger(Logger(str(folder), [TensorBoardOutputFormat(str(folder / TENSORBOARD_FOLDER))]))
@@ -101,6 +103,14 @@ class Progress(BaseCallback):
     def seconds(self) -> float:
         """Of training, parts before an interruption included and judging left out."""
         return self.seconds_before + (self.ended or time.perf_counter()) - self.began
+
+    def _has_all_episodes(self) -> bool:
+        return len(self.episode_returns) >= self.max_episodes
+
+    @property
+    def steps_left(self) -> int:
+        """0 as well when all episodes have been played."""
+        return 0 if self._has_all_episodes() else max(0, self.total - self.learner.algorithm.num_timesteps)
 
     def _receive(self, number, _frame) -> None:
         if number == signal.SIGINT and self.received:
@@ -119,7 +129,7 @@ class Progress(BaseCallback):
         if not self.said_estimate and self.num_timesteps - self.began_at >= FIRST_ESTIMATE:
             self.said_estimate = True
             print(f"step {self.num_timesteps:,}/{self.total:,}: {self.time_left()}", flush=True)
-        return True
+        return not self._has_all_episodes()  # False: the algorithm drops the rollout and leaves
 
     def spent(self) -> str:
         """What the training took, in words."""
@@ -128,10 +138,11 @@ class Progress(BaseCallback):
 
     def time_left(self) -> str:
         """In minutes, at the pace of this call so far."""
-        done = self.num_timesteps - self.began_at
-        pace = done / (time.perf_counter() - self.began)
-        left = max(0, self.total - self.num_timesteps) / pace
-        return f"{pace:,.0f} steps/s, {left / 60:.1f} min left"
+        done, spent = self.num_timesteps - self.began_at, time.perf_counter() - self.began
+        left = self.steps_left / done * spent
+        if played := len(self.episode_returns) - self.began_at_episode:
+            left = min(left, (self.max_episodes - len(self.episode_returns)) / played * spent)
+        return f"{done / spent:,.0f} steps/s, {max(0.0, left) / 60:.1f} min left"
 
     def _on_rollout_start(self) -> None:
         """After an update, or at the very beginning."""

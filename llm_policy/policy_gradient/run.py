@@ -45,9 +45,8 @@ def train(folder: Path, arguments: PolicyGradientArguments, config: str) -> None
     # Training
     set_random_seed(arguments.seed)
     progress = Progress(learner, folder, arguments, resume, stands_on=[folder / UNTRAINED_FILE])
-    remaining = arguments.timesteps - learner.algorithm.num_timesteps
-    if remaining > 0:
-        learner.algorithm.learn(remaining, progress, reset_num_timesteps=False)
+    if progress.steps_left:
+        learner.algorithm.learn(progress.steps_left, progress, reset_num_timesteps=False)
 
     # What came of it, beside policies that look at nothing
     progress.leaves_at_once = True
