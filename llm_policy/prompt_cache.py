@@ -16,6 +16,7 @@ key-value head, D of a head.
 
 from collections.abc import Callable
 from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +25,8 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 ATTENTION = "behind_prompts"
+USUAL = ("sdpa", "eager", "sdpa_or_flex")  # the last is that of llm_policy/grpo/tree_attention.py
+Mask = TypeVar("Mask")
 TRIED = (  # architectures whose attention is nothing else (tests/test_sampling.py)
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "olmo2", "granite", "smollm3",
 )  # fmt: skip
@@ -56,13 +59,18 @@ class PromptCache(Cache):
         visible_CNM = torch.cat([before_CM[:, None].expand(-1, ids_CN.size(1), -1), among_CNN], dim=2)
         self.positions_CK = torch.cat([self.positions_CK, positions_CN], dim=1)
         key_positions_CM = torch.cat([self.positions_PL[self.prompt_C], self.positions_CK], dim=1)
+        distance_CNM = positions_CN[:, :, None] - key_positions_CM[:, None]
+
+        def mask(window: int | None) -> torch.Tensor:
+            return (visible_CNM if window is None else visible_CNM & (distance_CNM < window))[:, None]
+
         config = model.config.get_text_config()
         usual, config._attn_implementation = config._attn_implementation, ATTENTION
         try:
             return model(
                 input_ids=ids_CN,
                 position_ids=positions_CN,
-                attention_mask=mask_by_layer(config, visible_CNM, positions_CN, key_positions_CM, lambda mask: mask),
+                attention_mask=mask_by_layer(config, mask),
                 past_key_values=self,
                 use_cache=True,
                 behind=self,
@@ -194,30 +202,19 @@ AttentionInterface.register(ATTENTION, attention_behind_prompts)
 AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-def mask_by_layer(
-    config: PreTrainedConfig,
-    visible_CNM: torch.Tensor,
-    positions_CN: torch.Tensor,
-    key_positions_CM: torch.Tensor,
-    as_mask: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor | dict[str, torch.Tensor]:
-    """The mask that a model's attention takes, (C, 1, N, M), or one for each kind of layer that it has.
-
-    Sliding-window layers see, of what is visible, only the last `config.sliding_window` positions.
+def mask_by_layer(config: PreTrainedConfig, mask: Callable[[int | None], Mask]) -> Mask | dict[str, Mask]:
+    """The mask that a model's attention takes, or one for each kind of layer that it has.
 
     Args:
-        as_mask: bool mask -> what the attention function takes.
+        mask: window -> mask. Layers with a window see, of what is visible, only so many positions back.
     """
-    visible = visible_CNM[:, None]
     window = getattr(config, "sliding_window", None)
     layer_types = set(getattr(config, "layer_types", None) or ())
     if window is None or layer_types == {"full_attention"}:
-        return as_mask(visible)
-    distance_CNM = positions_CN[:, :, None] - key_positions_CM[:, None, :]
-    sliding = as_mask(visible & (distance_CNM < window)[:, None])
+        return mask(None)
     if not layer_types:  # an architecture in which every layer slides
-        return sliding
-    return {"full_attention": as_mask(visible), "sliding_attention": sliding}
+        return mask(window)
+    return {"full_attention": mask(None), "sliding_attention": mask(window)}
 
 
 def holds_prompts_once(model: PreTrainedModel) -> bool:
@@ -227,7 +224,7 @@ def holds_prompts_once(model: PreTrainedModel) -> bool:
     models were not.
     """
     config = model.config.get_text_config()
-    is_usual = config._attn_implementation in ("sdpa", "eager") and not getattr(model, "is_quantized", False)
+    is_usual = config._attn_implementation in USUAL and not getattr(model, "is_quantized", False)
     if config.model_type in TRIED and is_usual:
         return True
     _say_once(f"{config.model_type}: each completion decodes with a copy of its prompt, which is slower")

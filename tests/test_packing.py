@@ -139,11 +139,11 @@ def test_gradients_flow_through_what_is_shared_as_through_plain_rows(layout, arc
 
 
 def _blind_to_prompt(packed):
-    packed.visible_PLM[:, len(LONG) - 1 :, : len(LONG) - 1] = False
+    packed.sight.ends_PM[:, : len(LONG) - 1] = len(LONG) - 1
 
 
 def _without_segments(packed):
-    packed.visible_PLM[:] = torch.ones_like(packed.visible_PLM).tril()
+    packed.sight.ends_PM[:] = packed.input_ids_PL.size(1)
 
 
 def _positions_that_go_on(packed):
@@ -168,7 +168,7 @@ def test_the_sliding_window_is_part_of_the_mask():
     prompts, completions, branches, _ = CASES["ragged completions"]
     model = random_policy("gemma3")
     packed = pack_groups(prompts, completions, branches)
-    masks = attention_mask(model, packed)
+    masks = attention_mask(model, packed.sight)
     assert set(masks) == {"full_attention", "sliding_attention"}
     assert masks["sliding_attention"].sum() < masks["full_attention"].sum()
     model.config.sliding_window = 15  # the plain rows keep 16: each layer has its own copy
@@ -186,7 +186,7 @@ def test_an_architecture_in_which_every_layer_slides(case):
         MistralConfig(vocab_size=400, num_key_value_heads=2, sliding_window=8, initializer_range=0.3, **sizes)
     ).eval()
     packed = pack_groups(prompts, completions, branches)
-    assert isinstance(attention_mask(model, packed), torch.Tensor)
+    assert isinstance(attention_mask(model, packed.sight), torch.Tensor)
     assert largest_difference(model, packed, expected_scores(model, prompts, completions, branches)) < ROUNDING["atol"]
     model.config.sliding_window = None
     assert largest_difference(model, packed, expected_scores(model, prompts, completions, branches)) < ROUNDING["atol"]
@@ -208,7 +208,7 @@ def test_the_row_of_the_docstring():
     assert packed.position_ids_PL.tolist() == [[0, 1, 2, 3, 4, 3]]
     assert packed.predictor_N.tolist() == [2, 3, 4, 2, 3, 4, 2, 5]
     assert packed.labels_N.tolist() == [4, 5, 6, 4, 5, 7, 8, 9]
-    assert packed.visible_PLM[0].int().tolist() == [
+    assert packed.sight.visible()[0].int().tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
         [1, 1, 1, 0, 0, 0],
@@ -225,7 +225,7 @@ def test_the_rows_of_completions_that_share_none(alone):
     assert packed.prompts.prompt_P.tolist() == [0, 0, 1]
     assert packed.input_ids_PL.tolist() == [[3, 4, 5], [3, 4, 0], [7, 8, 0]]
     assert packed.position_ids_PL[:, 0].tolist() == [2, 2, 1]
-    assert packed.visible_PLM[:, 0].int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 0, 1, 0, 0]]
+    assert packed.sight.visible()[:, 0].int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 0, 1, 0, 0]]
     assert packed.predictor_N.tolist() == [0, 1, 2, 3, 4, 6, 7]
 
 

@@ -6,6 +6,8 @@ from tiny_policies import ARCHITECTURE_NAMES, add_random_adapter, fill_adapter, 
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from llm_policy import prompt_cache, sampling
+from llm_policy.chat import prompt_token_ids
+from llm_policy.models import EMBEDDED_MODEL, load_model, load_tokenizer
 from llm_policy.sampling import sample_completions
 
 GROUP = 3
@@ -34,6 +36,21 @@ def test_greedy_equals_generate_on_each_prompt_alone(architecture):
     alone = [generated_alone(model, prompt, config) for prompt in PROMPTS]
     assert len({tuple(completion) for completion in alone}) == len(PROMPTS)  # the model does look at its prompt
     assert sample_completions(model, PROMPTS, config, GROUP) == [c for c in alone for _ in range(GROUP)]
+
+
+@pytest.mark.skipif(not EMBEDDED_MODEL.is_dir(), reason="make model")
+def test_greedy_equals_generate_on_the_embedded_model():
+    """Free text; the second best token is far enough away that no rounding decides."""
+    model, tokenizer = load_model(str(EMBEDDED_MODEL), "float32"), load_tokenizer(str(EMBEDDED_MODEL))
+    asked = ["What is a lake?", "Name three colours of the sky.", "Which way is north, if the sun rises behind me?"]
+    prompts = [prompt_token_ids([{"role": "user", "content": text}], tokenizer) for text in asked]
+    config = generation(**GREEDY, max_new_tokens=32)
+    alone = [generated_alone(model, prompt, config) for prompt in prompts]
+    for prompt, completion in zip(prompts, alone, strict=True):
+        logits_TV = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+        best_T2 = logits_TV.topk(2).values
+        assert (best_T2[:, 0] - best_T2[:, 1]).min() > 1e-3
+    assert sample_completions(model, prompts, config, GROUP) == [c for c in alone for _ in range(GROUP)]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)

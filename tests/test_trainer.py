@@ -297,17 +297,18 @@ def test_the_check_passes_where_packing_is_right(architecture, dtype, most, tmp_
     assert 0 < trainer.check_against_stock(CHECKED_PROMPTS, EXAMPLES) < most
 
 
-def _sees_other_completions(model, packed):
-    packed.visible_PLM = torch.ones_like(packed.visible_PLM).tril(len(packed.prefix_ids_K))
-    return right_mask(model, packed)
+def _sees_other_completions(model, sight):
+    """All that stands before a token in its row."""
+    sight.ends_PM[:] = sight.numbers_PL.size(1)
+    return right_mask(model, sight)
 
 
-def _sees_nothing_before_the_completion(model, packed):
-    packed.visible_PLM &= packed.visible_PLM.int().cumsum(2) > 28
-    return right_mask(model, packed)
+def _sees_nothing_before_the_completion(model, sight):
+    sight.ends_PM[sight.key_positions_PM < 28] = 0
+    return right_mask(model, sight)
 
 
-def _is_ignored(model, packed):
+def _is_ignored(model, sight):
     return None
 
 

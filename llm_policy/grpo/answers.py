@@ -154,7 +154,7 @@ def _packed_scores(
             logits_NV = plain(
                 input_ids=packed.input_ids_PL,
                 position_ids=packed.position_ids_PL,
-                attention_mask=attention_mask(plain, packed),
+                attention_mask=attention_mask(plain, packed.sight),
             ).logits[0]
     finally:
         plain.train(was_training)

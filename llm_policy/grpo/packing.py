@@ -36,9 +36,11 @@ import numpy as np
 import torch
 from peft.helpers import disable_input_dtype_casting
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import DynamicCache, PreTrainedModel
 
 from llm_policy.grpo.head import TokenLogProbabilities, finds_gradient_on_the_way
+from llm_policy.grpo.tree_attention import Sight, takes_blocks
 from llm_policy.prompt_cache import mask_by_layer
 from llm_policy.sampling import TokenIds, common_prefix
 
@@ -61,7 +63,7 @@ class Prompts:
 
     input_ids_QJ: torch.Tensor
     position_ids_QJ: torch.Tensor
-    visible_QJM: torch.Tensor  # M = K + J
+    sight: Sight  # of M = K + J keys
     prompt_P: torch.Tensor  # which one stands before each row
 
 
@@ -75,7 +77,7 @@ class PackedGroups:
     prefix_ids_K: torch.Tensor
     input_ids_PL: torch.Tensor
     position_ids_PL: torch.Tensor
-    visible_PLM: torch.Tensor  # bool: may the query see the key? Keys: prefix, prompt, row
+    sight: Sight  # of M keys: prefix, prompt, row
     predictor_N: torch.Tensor  # index into the flattened P * L positions
     labels_N: torch.Tensor  # token ids
     completion_lengths: list[int]
@@ -124,25 +126,28 @@ def pack_groups(
     is_tree = not (share_prefix and places) or _trees_are_cheaper(trees, alone, rests, shared, pairs_per_token)
 
     rows = trees if is_tree else alone
-    tokens_PL, depths_PL, visible_PLL = rows.padded(pad_token_id, device)
-    seen_before_PM = torch.ones(len(tokens_PL), shared, dtype=torch.bool, device=device)
-    packed_prompts, firsts_P = None, torch.full((len(tokens_PL),), shared, device=device)
+    tokens_PL, depths_PL, numbers_PL, ends_PL = rows.padded(pad_token_id, device)
+    positions_K = torch.arange(shared, device=device)
+    positions_before_PK = positions_K.expand(len(tokens_PL), -1)
+    firsts_P1 = torch.full((len(tokens_PL), 1), shared, device=device)
+    packed_prompts, is_real_PJ = None, None
     if not is_tree:
         of_rests = _Rows.grown([(prompt, (), rest) for prompt, rest in zip(before, rests, strict=True)], whole=True)
-        rests_QJ, rest_depths_QJ, rest_visible_QJJ = of_rests.padded(pad_token_id, device)
-        lengths_Q = torch.tensor([len(rest) for rest in rests], device=device)
+        rests_QJ, rest_depths_QJ, rest_numbers_QJ, rest_ends_QJ = of_rests.padded(pad_token_id, device)
+        positions_QJ = rest_depths_QJ + shared
+        sight = _behind(positions_K.expand(len(rests), -1), positions_QJ, rest_numbers_QJ, rest_ends_QJ)
         prompt_P = torch.tensor([before.index(key[1:]) for key in alone.trees], device=device)
-        packed_prompts = Prompts(
-            rests_QJ, rest_depths_QJ + shared, _behind(rest_visible_QJJ, seen_before_PM[: len(rests)]), prompt_P
-        )
-        within_PJ = torch.arange(places, device=device) < lengths_Q[prompt_P, None]
-        seen_before_PM = torch.cat([seen_before_PM, within_PJ], dim=1)
-        firsts_P = shared + lengths_Q[prompt_P]
+        packed_prompts = Prompts(rests_QJ, positions_QJ, sight, prompt_P)
+        lengths_P = torch.tensor([len(rest) for rest in rests], device=device)[prompt_P]
+        is_real_PJ = torch.arange(places, device=device) < lengths_P[:, None]
+        positions_before_PK = torch.cat([positions_before_PK, positions_QJ[prompt_P]], dim=1)
+        firsts_P1 = firsts_P1 + lengths_P[:, None]
+    positions_PL = depths_PL + firsts_P1
     return PackedGroups(
         prefix_ids_K=torch.tensor(prompts[0][:shared], dtype=torch.long, device=device),
         input_ids_PL=tokens_PL,
-        position_ids_PL=depths_PL + firsts_P[:, None],
-        visible_PLM=_behind(visible_PLL, seen_before_PM),
+        position_ids_PL=positions_PL,
+        sight=_behind(positions_before_PK, positions_PL, numbers_PL, ends_PL, is_real_PJ),
         predictor_N=torch.tensor(rows.predictors(tokens_PL.size(1)), device=device),
         labels_N=torch.tensor([token for _, _, tokens in paths for token in tokens], device=device),
         completion_lengths=[len(completion) for completion in scored],
@@ -163,14 +168,34 @@ def _trees_are_cheaper(
 def pairs_per_token(model: PreTrainedModel) -> float:
     """How many comparisons of two tokens cost as much as the rest of a layer does for one.
 
-    About 12 H^2 multiplications in a layer's matrices, against 2 H for a pair.
+    About 12 H^2 multiplications in a layer's matrices, against 2 H for a pair. Pairs that do not see each other cost
+    nothing where blocks of them are left out.
     """
-    return 6.0 * model.config.get_text_config().hidden_size
+    return math.inf if takes_blocks(model) else 6.0 * model.config.get_text_config().hidden_size
 
 
-def _behind(visible_PLL: torch.Tensor, seen_before_PM: torch.Tensor) -> torch.Tensor:
-    """What each token of a row sees, with all that the row sees before its first token."""
-    return torch.cat([seen_before_PM[:, None].expand(-1, visible_PLL.size(1), -1), visible_PLL], dim=2)
+def _behind(
+    positions_before_PK: torch.Tensor,
+    positions_PL: torch.Tensor,
+    numbers_PL: torch.Tensor,
+    ends_PL: torch.Tensor,
+    is_real_PJ: torch.Tensor | None = None,
+) -> Sight:
+    """What each token of a row sees: in the row, and all that stands before it.
+
+    Args:
+        is_real_PJ: False where the last J places before a row are padding.
+    """
+    ends_before_PK = torch.full_like(positions_before_PK, numbers_PL.size(1))
+    if is_real_PJ is not None:
+        ends_before_PK[:, -is_real_PJ.size(1) :] *= is_real_PJ
+    return Sight(
+        numbers_PL,
+        positions_PL,
+        firsts_PM=torch.cat([torch.zeros_like(positions_before_PK), numbers_PL], dim=1),
+        ends_PM=torch.cat([ends_before_PK, ends_PL], dim=1),
+        key_positions_PM=torch.cat([positions_before_PK, positions_PL], dim=1),
+    )
 
 
 @dataclass
@@ -203,11 +228,10 @@ class _Rows:
         pairs = self.length * (before + self.length) + before * PAIRS_PER_COPIED_KEY
         return len(self.trees) * (self.length + pairs / pairs_per_token)
 
-    def padded(self, pad_token_id: int, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens (P, L), depths (P, L) and what each sees of its row (P, L, L)."""
+    def padded(self, pad_token_id: int, device) -> tuple[torch.Tensor, ...]:
+        """Tokens, depths, numbers in a walk, and the number behind all that follows each token; (P, L) each."""
         arrays = zip(*(tree.padded(self.length, pad_token_id) for tree in self.trees.values()), strict=True)
-        tokens_PL, depths_PL, visible_PLL = (torch.from_numpy(np.stack(array)).to(device) for array in arrays)
-        return tokens_PL, depths_PL, visible_PLL
+        return tuple(torch.from_numpy(np.stack(array)).to(device) for array in arrays)
 
     def predictors(self, length: int) -> list[int]:
         return [tree.number * length + node for tree, nodes in self.scored for node in nodes]
@@ -236,46 +260,50 @@ class _TokenTree:
             before = here
         return path
 
-    def padded(self, length: int, pad_token_id: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens (L,), depths (L,) and what each sees (L, L): itself and all before it. Padding sees itself."""
+    def padded(self, length: int, pad_token_id: int) -> tuple[np.ndarray, ...]:
+        """Tokens, depths, numbers in a walk, and the number behind all that follows each token; (L,) each.
+
+        Padding comes last and is seen by itself.
+        """
         count = len(self.tokens)
         tokens_L = np.full(length, pad_token_id)
         depths_L = np.arange(length)
-        visible_LL = np.eye(length, dtype=bool)
+        numbers_L = np.arange(length)
+        sizes_L = np.ones(length, dtype=np.int64)  # a token and all that follows it
         tokens_L[:count], depths_L[:count] = self.tokens, self.depths
+        for here in range(count - 1, -1, -1):
+            if self.followed[here] >= 0:
+                sizes_L[self.followed[here]] += sizes_L[here]
+        free = 0  # the next number at the beginning, and behind each token
+        free_L = numbers_L.copy()
         for here, before in enumerate(self.followed):
-            if before >= 0:
-                visible_LL[here, :here] = visible_LL[before, :here]
-        return tokens_L, depths_L, visible_LL
+            numbers_L[here] = free if before < 0 else free_L[before]
+            free_L[here] = numbers_L[here] + 1
+            if before < 0:
+                free += sizes_L[here]
+            else:
+                free_L[before] += sizes_L[here]
+        return tokens_L, depths_L, numbers_L, numbers_L + sizes_L
 
 
-def attention_mask(model: PreTrainedModel, packed: PackedGroups) -> torch.Tensor | dict[str, torch.Tensor]:
-    """`packed.visible_PLM` in the form that the model's attention takes (one mask, or one for each kind of layer)."""
-    key_positions_PM = _prefix_positions(packed, len(packed.position_ids_PL))
-    if packed.prompts:
-        of_prompts_PJ = packed.prompts.position_ids_QJ[packed.prompts.prompt_P]
-        key_positions_PM = torch.cat([key_positions_PM, of_prompts_PJ], dim=1)
-    key_positions_PM = torch.cat([key_positions_PM, packed.position_ids_PL], dim=1)
-    return _mask(model, packed.visible_PLM, packed.position_ids_PL, key_positions_PM)
+Mask = torch.Tensor | BlockMask
 
 
-def _prefix_positions(packed: PackedGroups, rows: int) -> torch.Tensor:
-    return torch.arange(len(packed.prefix_ids_K), device=packed.prefix_ids_K.device).expand(rows, -1)
-
-
-def _mask(
-    model: PreTrainedModel, visible_PLM: torch.Tensor, positions_PL: torch.Tensor, key_positions_PM: torch.Tensor
-) -> torch.Tensor | dict[str, torch.Tensor]:
+def attention_mask(model: PreTrainedModel, sight: Sight) -> Mask | dict[str, Mask]:
+    """`sight` in the form that the model's attention takes (one mask, or one for each kind of layer)."""
     config = model.config.get_text_config()
 
-    def as_mask(visible: torch.Tensor) -> torch.Tensor:
-        if config._attn_implementation == "sdpa":
+    def mask(window: int | None) -> Mask:
+        if takes_blocks(model):
+            return sight.blocks(window)
+        visible = sight.visible(window)[:, None]
+        if config._attn_implementation != "eager":
             return visible
         return torch.zeros(visible.shape, dtype=model.dtype, device=visible.device).masked_fill_(
             ~visible, torch.finfo(model.dtype).min
         )
 
-    return mask_by_layer(config, visible_PLM, positions_PL, key_positions_PM, as_mask)
+    return mask_by_layer(config, mask)
 
 
 @contextmanager
@@ -291,12 +319,10 @@ def behind_prefix(model: PreTrainedModel, packed: PackedGroups) -> Iterator[None
             module.forward(input_ids=packed.prefix_ids_K.unsqueeze(0), past_key_values=cache, use_cache=True)
             cache.batch_repeat_interleave(len(packed.prompts.input_ids_QJ if packed.prompts else packed.input_ids_PL))
         if packed.prompts:
-            positions_QJ = packed.prompts.position_ids_QJ
-            key_positions_QM = torch.cat([_prefix_positions(packed, len(positions_QJ)), positions_QJ], dim=1)
             module.forward(
                 input_ids=packed.prompts.input_ids_QJ,
-                position_ids=positions_QJ,
-                attention_mask=_mask(model, packed.prompts.visible_QJM, positions_QJ, key_positions_QM),
+                position_ids=packed.prompts.position_ids_QJ,
+                attention_mask=attention_mask(model, packed.prompts.sight),
                 past_key_values=cache,
                 use_cache=True,
             )
@@ -370,7 +396,7 @@ def packed_log_probabilities(
     inputs = {
         "input_ids": packed.input_ids_PL,
         "position_ids": packed.position_ids_PL,
-        "attention_mask": attention_mask(plain_model, packed),
+        "attention_mask": attention_mask(plain_model, packed.sight),
     }
     prefix = behind_prefix(plain_model, packed)
     is_autocast = torch.is_autocast_enabled(packed.input_ids_PL.device.type)

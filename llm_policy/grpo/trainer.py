@@ -28,6 +28,7 @@ from llm_policy.grpo.expected import (
     without_answers,
 )
 from llm_policy.grpo.packing import Branch, pack_groups, packed_log_probabilities, pairs_per_token
+from llm_policy.grpo.tree_attention import prefer_blocks
 from llm_policy.sampling import sample_completions
 
 OBJECTIVES = (*TERMS, "grpo")
@@ -113,6 +114,11 @@ class PolicyTrainer(GRPOTrainer):
             raise InputError(f"--objective {objective}: this task has no replies to teach; use --objective grpo")
         super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
         self.packed = packed
+        if packed:
+            plain = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+            line = prefer_blocks(plain)
+            if line and self.accelerator.is_main_process:
+                print(line, flush=True)
         self.expected: ExpectedObjective | None = None
         if objective != "grpo":
             self.expected = ExpectedObjective(self._tokenizer, actions, action_entropy_coef, objective, form_coef)

@@ -1,0 +1,118 @@
+"""What each token of a packed row sees, as a dense mask or, on CUDA, as blocks for FlexAttention.
+
+A walk through a row's tree, down each branch before the next, gives every token a number. What follows a token then has
+the numbers right behind its own, so two numbers say who sees a key: itself and all behind it (the interval labels of a
+tree; Dietz 1982). A dense mask holds L x M truths. FlexAttention asks for them block by block and leaves out the blocks
+in which nobody sees anything: of 64 completions in one row, nearly all (Dong et al. 2024, arXiv 2412.05496).
+
+    row      p0 p1 p2 a  b  e        prompt p0 p1 p2, completions a b c, a b d and e f
+    number   0  1  2  3  4  5
+    seen by  0: 1: 2: 3: 4: 5:
+             6  6  6  5  5  6
+
+Axes: P rows, L places in a row, M keys (what stands before the rows, then the rows).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+ATTENTION = "sdpa_or_flex"
+SMALLEST_HEAD = 16  # numbers, of FlexAttention's kernels
+
+
+@dataclass
+class Sight:
+    """Which keys each token sees, without a number for each pair.
+
+    `numbers_PL` says when a walk comes to each token, and a key is seen by firsts_PM <= number < ends_PM. Positions
+    are those of the tokens in their completions, for windows.
+    """
+
+    numbers_PL: torch.Tensor
+    positions_PL: torch.Tensor
+    firsts_PM: torch.Tensor
+    ends_PM: torch.Tensor
+    key_positions_PM: torch.Tensor
+
+    def visible(self, window: int | None = None) -> torch.Tensor:
+        """(P, L, M), bool. With a window, keys so many positions back and further are not seen."""
+        numbers_PL1 = self.numbers_PL[:, :, None]
+        visible_PLM = (self.firsts_PM[:, None] <= numbers_PL1) & (numbers_PL1 < self.ends_PM[:, None])
+        if window is not None:
+            visible_PLM &= self.positions_PL[:, :, None] - self.key_positions_PM[:, None] < window
+        return visible_PLM
+
+    def blocks(self, window: int | None = None) -> BlockMask:
+        """The same, for FlexAttention."""
+        numbers_PL, firsts_PM, ends_PM = self.numbers_PL, self.firsts_PM, self.ends_PM
+        positions_PL, key_positions_PM = self.positions_PL, self.key_positions_PM
+        reach = window or 0
+
+        def sees(row, _head, token, key):
+            number = numbers_PL[row, token]
+            return (firsts_PM[row, key] <= number) & (number < ends_PM[row, key])
+
+        def sees_near(row, head, token, key):
+            distance = positions_PL[row, token] - key_positions_PM[row, key]
+            return sees(row, head, token, key) & (distance < reach)
+
+        (rows, length), keys, device = numbers_PL.shape, firsts_PM.size(1), numbers_PL.device
+        make = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
+        return make(sees if window is None else sees_near, rows, None, length, keys, device=str(device))
+
+
+def attend(module, query, key, value, attention_mask, **options):
+    """What a layer calls: FlexAttention for blocks, and PyTorch's own attention for everything else."""
+    if isinstance(attention_mask, BlockMask):
+        query, key = query.to(value.dtype), key.to(value.dtype)  # autocast does so for PyTorch's own alone
+        return flex_attention_forward(module, query, key, value, attention_mask, **options)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+
+
+AttentionInterface.register(ATTENTION, attend)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def takes_blocks(model: PreTrainedModel) -> bool:
+    return model.config.get_text_config()._attn_implementation == ATTENTION
+
+
+def prefer_blocks(model: PreTrainedModel) -> str:
+    """On CUDA, packed rows go through FlexAttention from now on, if it works there. Returns a line that says so."""
+    config = model.config.get_text_config()
+    if model.device.type != "cuda" or config._attn_implementation != "sdpa":
+        return ""
+    try:
+        _try_out(model)
+    except Exception as error:  # a compiler, a kernel or a driver may fail in any way
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        return f"packed rows with a dense mask: FlexAttention does not work here ({reason})"
+    config._attn_implementation = ATTENTION
+    return "packed rows through FlexAttention"
+
+
+def _try_out(model: PreTrainedModel) -> None:
+    """Forwards and backwards, with heads like the model's and in two lengths, behind a key that all see."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    if size < SMALLEST_HEAD:
+        raise ValueError(f"heads of {size} numbers, {SMALLEST_HEAD} is the least")
+    for length in (200, 300):
+        numbers_PL = torch.arange(length, device=model.device)[None]
+        keys_PM = torch.cat([numbers_PL[:, :1], numbers_PL], dim=1)
+        sight = Sight(numbers_PL, numbers_PL, keys_PM, torch.full_like(keys_PM, length), keys_PM)
+        shapes = (heads, length), (groups, length + 1), (groups, length + 1)
+        query, key, value = (
+            torch.randn(1, *shape, size, dtype=model.dtype, device=model.device, requires_grad=True) for shape in shapes
+        )
+        for window in {None, getattr(config, "sliding_window", None)}:
+            attended, _ = attend(model, query, key, value, sight.blocks(window), scaling=size**-0.5, dropout=0.0)
+            attended.sum().backward()
