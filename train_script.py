@@ -207,7 +207,7 @@ def train(options: Options) -> int:
     # Warm start: the form of an answer, and what it comes to alone
     reader = Reader(tokenizer, training.max_completion_length)
     model, warm_start = warm_started(
-        model, lora, reader, task.lessons, task.is_answer, script, training.seed,
+        model, lora, reader, task.lessons, task.is_reply, script, training.seed,
         output_dir / lifecycle.WARM_START_FOLDER, stop.received_anywhere, has_begun=resume is not None,
     )  # fmt: skip
     stop.leave_if_received(f"during the warm start: {lifecycle.RESUME} begins it again")

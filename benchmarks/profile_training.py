@@ -27,7 +27,7 @@ announce(
 import torch
 from figures import check_output, save_figures
 from peft import LoraConfig, get_peft_model
-from step_time import LAKE, WORDS, Meter, StepArguments, build, is_answer, lessons, one_step
+from step_time import IS_REPLY, LAKE, WORDS, Meter, StepArguments, build, lessons, one_step
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     say(f"timing {WARM_START_STEPS} steps of the warm start, with its check ...")
     options = {"max_steps": WARM_START_STEPS, "prompts_per_step": WARM_START_PROMPTS, "learning_rate": 1e-3}
     options |= {"threshold": 2.0, "seed": 0}
-    warm_start = seconds(lambda: teach_format(student, reader, lessons(), is_answer, **options))
+    warm_start = seconds(lambda: teach_format(student, reader, lessons(), IS_REPLY, **options))
     phases["warm start, with its check"] = (warm_start, 1)
     say("timing the evaluations ...")
     judge.answers(student)

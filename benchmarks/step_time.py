@@ -52,7 +52,7 @@ from trl import GRPOConfig
 
 from llm_policy.chat import Messages, Reader, fit_to_template, prompt_token_ids, reply_token_ids
 from llm_policy.command_line import parse_arguments
-from llm_policy.completions import action_index
+from llm_policy.completions import action_index, tagged
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
 from llm_policy.errors import check_choices, run_script
 from llm_policy.grpo.trainer import PolicyTrainer
@@ -62,6 +62,7 @@ from tasks.frozen_lake import lake_words
 
 PATHS = {"stock TRL": False, "packed": True}
 LAKE, WORDS = FrozenLake(CANONICAL_GRIDS["4x4"]), lake_words("coordinates")
+IS_REPLY = tagged(lambda answer: action_index(answer, LAKE.actions) is not None)
 
 
 @dataclass
@@ -137,10 +138,6 @@ def lessons() -> list[Lesson]:
     ]
 
 
-def is_answer(text: str) -> bool:
-    return action_index(text, LAKE.actions) is not None
-
-
 def messages_of(state: int, number: int, tokenizer: PreTrainedTokenizerBase, prompt_tokens: int) -> Messages:
     """The prompt of a state, behind as many random lakes as fill it up."""
     system, user = WORDS.messages(LAKE, state)
@@ -192,7 +189,7 @@ def build(path: str, arguments: StepArguments, folder: str) -> PolicyTrainer:
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     if arguments.taught:
         student = get_peft_model(model, lora)
-        teach_format(student, Reader(tokenizer), lessons(), is_answer, max_steps=60, prompts_per_step=6,
+        teach_format(student, Reader(tokenizer), lessons(), IS_REPLY, max_steps=60, prompts_per_step=6,
                      learning_rate=1e-3, threshold=0.9, seed=0)  # fmt: skip
         model = student.merge_and_unload()
     model = get_peft_model(model, lora)

@@ -4,7 +4,7 @@ Text from a model is only ever matched against patterns and names that we know; 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 # The whole completion: one thought, one answer, nothing outside. Neither part may hold a tag of its own.
@@ -48,6 +48,16 @@ def parse_completion(text: str) -> ParsedCompletion:
         last_answer=answers[-1] if answers else None,
         is_loosely_formed=_LOOSELY_FORMED.search(text) is not None,
     )
+
+
+def tagged(is_answer: Callable[[str], bool]) -> Callable[[object, str], bool]:
+    """Whether a completion, whatever its prompt, is one thought and one answer that means something."""
+
+    def is_reply(_prompt: object, text: str) -> bool:
+        parsed = parse_completion(text)
+        return parsed.is_well_formed and parsed.answer is not None and is_answer(parsed.answer)
+
+    return is_reply
 
 
 def action_index(answer: str | None, actions: Sequence[str]) -> int | None:

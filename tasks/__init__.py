@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from llm_policy.errors import InputError
 from llm_policy.grpo.diagnostics import Judgement
-from llm_policy.grpo.warm_start import Lesson
+from llm_policy.grpo.warm_start import IsReply, Lesson
 
 TASKS = {  # name: module. Imported when it is asked for, because parts that few need bring packages of their own
     "frozen_lake": "tasks.frozen_lake",
@@ -78,7 +78,8 @@ class Task:
             unless --reward_weights says otherwise. A name ends in `_reward`: it is the metric's name.
         judge: how good a model is, at the end.
         judge_between: the same on less, for the evaluations between steps; None: `judge`.
-        is_answer: whether the text between the answer tags means anything.
+        is_reply: whether a completion to a prompt is of the kind that the warm start teaches: well-formed, and its
+            answer means something.
         actions: the legal answers, if they are few. With `action_rewards` they make --objective expected possible.
         action_rewards: (rows, reward weights) -> (rows, actions): what a well-formed completion earns with each action.
         lessons: what the warm start teaches: prompts, each with replies that differ in their answer alone. It teaches
@@ -93,7 +94,7 @@ class Task:
     rows: list[dict]
     reward_functions: list[Callable[..., list[float]]]
     judge: Judge
-    is_answer: Callable[[str], bool]
+    is_reply: IsReply
     judge_between: Judge | None = None
     actions: Sequence[str] = ()
     action_rewards: Callable[[list[dict], Sequence[float]], np.ndarray] | None = None

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOConfig
 
 from llm_policy.chat import Messages, Reader, fit_to_template
-from llm_policy.completions import action_index
+from llm_policy.completions import action_index, tagged
 from llm_policy.environments.expert_q import read_expert_csv
 from llm_policy.environments.judge import (
     BASELINES,
@@ -267,7 +267,7 @@ def table_task(
         reward_functions=reward_functions(shaping, actions),
         judge=judge,
         judge_between=replace(judge, environments=judge.environments[:MAPS_JUDGED]),
-        is_answer=lambda answer: action_index(answer, actions) is not None,
+        is_reply=tagged(lambda answer: action_index(answer, actions) is not None),
         actions=actions,
         action_rewards=action_rewards,
         lessons=[

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from llm_policy.chat import Messages, Reader
-from llm_policy.completions import completion_text, parse_completion
+from llm_policy.completions import completion_text, parse_completion, tagged
 from llm_policy.grpo.diagnostics import Judgement
 from llm_policy.run_files import EVALUATION_FILE, write_whole
 from tasks import Comparison, Task
@@ -64,7 +64,7 @@ def make_task(arguments: Arguments, training, tokenizer) -> Task:
         rows=[{"prompt": prompt(a, b), "result": str(a + b)} for a, b in SUMS],
         reward_functions=rewards,
         judge=SumJudge(Reader(tokenizer, training.max_completion_length)),
-        is_answer=str.isdecimal,
+        is_reply=tagged(str.isdecimal),
         lessons=[(prompt(a, b), [f"<think>add</think><answer>{n}</answer>" for n in (2, 3, 4)]) for a, b in SUMS],
         shown={"policy/accuracy": "accuracy"},
     )

@@ -100,7 +100,7 @@ def test_a_warm_start_needs_replies_to_teach(arithmetic, answering_llama, tmp_pa
 
     def without_lessons(*arguments):
         task = make_task(*arguments)
-        return tasks.Task(task.rows, task.reward_functions, task.judge, task.is_answer)
+        return tasks.Task(task.rows, task.reward_functions, task.judge, task.is_reply)
 
     monkeypatch.setattr(arithmetic_task, "make_task", without_lessons)
     with pytest.raises(InputError, match="--warm_start always: --task arithmetic has no replies to teach"):

@@ -6,7 +6,7 @@ from peft import LoraConfig, PeftModel
 from tiny_policies import adapter_weights, add_random_adapter, random_policy, tokenizer_of
 
 from llm_policy.chat import Reader
-from llm_policy.completions import action_index, parse_completion
+from llm_policy.completions import action_index, parse_completion, tagged
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
 from llm_policy.errors import InputError
 from llm_policy.grpo import warm_start
@@ -21,8 +21,7 @@ LESSONS = [
 ]
 
 
-def is_answer(answer: str) -> bool:
-    return action_index(answer, ACTIONS) is not None
+IS_REPLY = tagged(lambda answer: action_index(answer, ACTIONS) is not None)
 
 
 def student(architecture: str = "llama"):
@@ -35,7 +34,7 @@ def taught(architecture="llama", seed=0, **options):
     """The report and the adapter after at most six steps, the sampled check left out."""
     model, _, reader = student(architecture)
     settings = {"max_steps": 4, "prompts_per_step": 4, "learning_rate": 0.01, "threshold": 2.0, "seed": seed}
-    report = teach_format(model, reader, LESSONS, is_answer, **(settings | options))
+    report = teach_format(model, reader, LESSONS, IS_REPLY, **(settings | options))
     return report, adapter_weights(model)
 
 
@@ -116,7 +115,7 @@ def test_the_base_stays_and_the_fused_head_is_removed():
     ids = torch.tensor([reader.prompt(LESSONS[0][0])])
     base = {name: p.detach().clone() for name, p in model.named_parameters() if "lora" not in name}
     teach_format(
-        model, reader, LESSONS, is_answer,
+        model, reader, LESSONS, IS_REPLY,
         max_steps=2, prompts_per_step=2, learning_rate=0.01, threshold=2.0, seed=0,
     )  # fmt: skip
     assert "forward" not in vars(model.get_base_model())
@@ -130,7 +129,7 @@ def test_the_fused_head_is_removed_where_a_step_fails(monkeypatch):
     monkeypatch.setattr(warm_start, "pack_groups", lambda *_, **__: 1 / 0)
     settings = {"max_steps": 2, "prompts_per_step": 2, "learning_rate": 0.01, "threshold": 2.0, "seed": 0}
     with pytest.raises(ZeroDivisionError):
-        teach_format(model, reader, LESSONS, is_answer, **settings)
+        teach_format(model, reader, LESSONS, IS_REPLY, **settings)
     assert "forward" not in vars(model.get_base_model())
 
 
@@ -176,7 +175,7 @@ def test_sampled_format_validity(case, lesson_count, monkeypatch):
 
     monkeypatch.setattr(Reader, "completions", completions)
     lessons = (LESSONS * 10)[:lesson_count]
-    assert sampled_format_validity(None, reader, lessons, is_answer) == pytest.approx(expected, abs=0.02)
+    assert sampled_format_validity(None, reader, lessons, IS_REPLY) == pytest.approx(expected, abs=0.02)
     assert asked[0] >= warm_start.SAMPLED_PROMPTS
 
 
@@ -192,7 +191,7 @@ def started(folder, lessons=LESSONS, has_begun=False, should_stop=lambda: False,
     _, _, reader = student()
     torch.manual_seed(0)  # of the adapter's first weights
     return warm_start.warm_started(
-        random_policy("llama"), LORA, reader, lessons, is_answer, script, 0, folder, should_stop, has_begun
+        random_policy("llama"), LORA, reader, lessons, IS_REPLY, script, 0, folder, should_stop, has_begun
     )
 
 

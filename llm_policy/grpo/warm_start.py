@@ -21,7 +21,6 @@ from trl.trainer.utils import add_fused_lm_head
 from llm_policy import adapters, processes
 from llm_policy.chat import Messages, Reader, reply_token_ids
 from llm_policy.checkpoints import COMPLETE_MARK, damage, written_whole
-from llm_policy.completions import parse_completion
 from llm_policy.errors import InputError
 from llm_policy.grpo.arguments import ScriptArguments
 from llm_policy.grpo.packing import pack_groups, packed_log_probabilities
@@ -29,6 +28,7 @@ from llm_policy.hardware import give_memory_back
 
 Lesson = tuple[Messages, Sequence[str]]
 """A prompt and well-formed replies to it that differ in their answer alone."""
+IsReply = Callable[[Messages, str], bool]
 
 REPORT_FILE = "report.json"
 SAMPLED_PROMPTS = 32  # for the estimate of the format validity
@@ -38,7 +38,7 @@ PROMPTS_PER_PASS = 3  # a bound on memory; two cores are as fast with 3 as with 
 
 def warm_started(
     model: PreTrainedModel, lora: LoraConfig, reader: Reader, lessons: Sequence[Lesson],
-    is_answer: Callable[[str], bool], script: ScriptArguments, seed: int, folder: Path,
+    is_reply: IsReply, script: ScriptArguments, seed: int, folder: Path,
     should_stop: Callable[[], bool], has_begun: bool,
 ) -> tuple[PreTrainedModel, dict]:  # fmt: skip
     """Teach the form where `--warm_start` asks for it; the model that stands on it, and what the warm start reported.
@@ -60,7 +60,7 @@ def warm_started(
     if script.warm_start == "never" or has_begun or not lessons:  # steps without a warm start: none was needed
         return model, {"steps": 0}
     if script.warm_start == "auto":
-        validity = sampled_format_validity(model, reader, lessons, is_answer)
+        validity = sampled_format_validity(model, reader, lessons, is_reply)
         needed = script.warm_start_threshold
         print(f"warm start: {validity:.0%} of sampled completions are well-formed ({needed:.0%} needed)", flush=True)
         if validity >= needed:
@@ -71,7 +71,7 @@ def warm_started(
         student,
         reader,
         lessons,
-        is_answer,
+        is_reply,
         max_steps=script.warm_start_steps,
         prompts_per_step=script.warm_start_prompts,
         learning_rate=script.warm_start_learning_rate,
@@ -89,26 +89,24 @@ def warm_started(
     return adapters.stood_on(student.unload(), folder), report
 
 
-def sampled_format_validity(
-    model: PeftModel, reader: Reader, lessons: Sequence[Lesson], is_answer: Callable[[str], bool]
-) -> float:
-    """Share of `SAMPLED_PROMPTS` or more sampled completions (temperature 1) that are well-formed and mean something.
+def sampled_format_validity(model: PeftModel, reader: Reader, lessons: Sequence[Lesson], is_reply: IsReply) -> float:
+    """Share of `SAMPLED_PROMPTS` or more sampled completions (temperature 1) that are as the lessons teach them.
 
     Args:
-        is_answer: whether the text of an answer means anything in this task.
+        is_reply: whether a completion to a prompt is: well-formed, and its answer means something in this task.
     """
     chosen = lessons[:: max(1, len(lessons) // SAMPLED_PROMPTS)][:SAMPLED_PROMPTS]
     prompts, guesses = [prompt for prompt, _ in chosen], [replies[0] for _, replies in chosen]
-    texts = reader.completions(model, prompts, -(-SAMPLED_PROMPTS // len(chosen)), guesses)
-    parsed = [parse_completion(text) for text in texts]
-    return sum(p.is_well_formed and p.answer is not None and is_answer(p.answer) for p in parsed) / len(parsed)
+    samples = -(-SAMPLED_PROMPTS // len(chosen))
+    texts = reader.completions(model, prompts, samples, guesses)
+    return sum(is_reply(prompts[i // samples], text) for i, text in enumerate(texts)) / len(texts)
 
 
 def teach_format(
     model: PeftModel,
     reader: Reader,
     lessons: Sequence[Lesson],
-    is_answer: Callable[[str], bool],
+    is_reply: IsReply,
     *,
     max_steps: int,
     prompts_per_step: int,
@@ -121,7 +119,7 @@ def teach_format(
 
     Args:
         lessons: prompts to draw from, with the replies that each is taught.
-        is_answer: as for `sampled_format_validity`.
+        is_reply: as for `sampled_format_validity`.
         prompts_per_step: distinct prompts per step, each with all its replies.
         should_stop: asked after every step; True leaves early (the caller then throws the adapter away).
 
@@ -174,7 +172,7 @@ def teach_format(
             if should_stop():
                 break
             if step % CHECK_EVERY_STEPS == 0 or step == max_steps:
-                report["format_validity"] = sampled_format_validity(model, reader, lessons, is_answer)
+                report["format_validity"] = sampled_format_validity(model, reader, lessons, is_reply)
                 model.train()
                 if report["format_validity"] >= threshold:
                     break

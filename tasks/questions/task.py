@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig
 
 from llm_policy.chat import Reader, fit_to_template
+from llm_policy.completions import tagged
 from llm_policy.errors import InputError
 from llm_policy.run_files import checksum
 from tasks import Task
@@ -146,7 +147,7 @@ def question_task(
         reward_functions=list(REWARDS),
         judge=judge,
         judge_between=replace(judge, questions=judge.questions[:JUDGED_BETWEEN]),
-        is_answer=lambda answer: normalised(answer) in legal if legal else bool(answer.strip()),
+        is_reply=tagged(lambda answer: normalised(answer) in legal if legal else bool(answer.strip())),
         actions=letters,
         action_rewards=action_rewards if letters else None,
         lessons=lessons,
