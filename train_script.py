@@ -15,7 +15,6 @@ from llm_policy.startup import announce
 
 announce(__name__)
 
-import json
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -25,7 +24,7 @@ from pathlib import Path
 import torch
 from datasets import Dataset
 from peft import PeftModel
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, set_seed
+from transformers import PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, set_seed
 from trl import GRPOConfig, ModelConfig
 
 from llm_policy import adapters, processes, run_files
@@ -41,7 +40,6 @@ from llm_policy.grpo.warm_start import warm_started
 from llm_policy.hardware import device_text, take_granted_threads
 from llm_policy.models import context_tokens, load_model, load_tokenizer, model_checksum
 from llm_policy.number_format import number_format
-from llm_policy.reading import read_text
 from tasks import Judge, Task, task_module
 
 CONFIGS = {  # task: on a GPU, without one
@@ -49,12 +47,11 @@ CONFIGS = {  # task: on a GPU, without one
     "riddles": ("riddles_llama_8b", "riddles_laptop"),
     "piqa": ("piqa_llama_8b", "piqa_laptop"),
 }
-UNTRAINED_FILE, ANSWERS_FILE = "untrained.json", "answers.json"
+UNTRAINED_FILE, WARM_START_FILE = "untrained.json", "warm_start.json"
 FINISHED = (
     run_files.CONFIG_FILE, run_files.RUN_FILE, run_files.METRICS_FILE, run_files.RESULT_FILE, run_files.EVALUATION_FILE,
     "adapter_config.json", "adapter_model.safetensors",
 )  # fmt: skip
-STANDS_ON = (run_files.METRICS_FILE, UNTRAINED_FILE, lifecycle.WARM_START_FOLDER)  # what a resumed run needs besides
 
 
 @dataclass(frozen=True)
@@ -201,21 +198,26 @@ def train(options: Options) -> int:
     stop.at_once = True
     answers_of = {}
     if not processes.in_pieces():
-        answers_of["untrained, greedy"] = kept_answers("untrained", model, task.judge, output_dir / UNTRAINED_FILE)
+        answers_of["untrained, greedy"] = lifecycle.kept_answers(
+            "untrained", model, task.judge, output_dir / UNTRAINED_FILE
+        )
     stop.at_once = False
 
     # Warm start: the form of an answer, and what it comes to alone
+    warm_start_folder = lifecycle.warm_start_folder(script, training.seed, output_dir)
     reader = Reader(tokenizer, training.max_completion_length)
     model, warm_start = warm_started(
         model, lora, reader, task.lessons, task.is_reply, script, training.seed,
-        output_dir / lifecycle.WARM_START_FOLDER, stop.received_anywhere, has_begun=resume is not None,
+        warm_start_folder, stop.received_anywhere, resume is not None,
+        lifecycle.warm_start_checksum(script, options.model, made_from["model"], task.lessons),
     )  # fmt: skip
     stop.leave_if_received(f"during the warm start: {lifecycle.RESUME} begins it again")
     if warm_start["steps"]:
-        folder = output_dir / lifecycle.WARM_START_FOLDER
-        folders += [] if isinstance(model, PeftModel) else [folder]  # else GRPO's own adapter continues it
+        folders += [] if isinstance(model, PeftModel) else [warm_start_folder]  # else GRPO's own adapter continues it
         stop.at_once = True
-        answers_of["warm start, greedy"] = kept_answers("warmed-up", model, task.judge, folder / ANSWERS_FILE)
+        answers_of["warm start, greedy"] = lifecycle.kept_answers(
+            "warmed-up", model, task.judge, output_dir / WARM_START_FILE
+        )
         stop.at_once = False
 
     # GRPO on a fresh adapter
@@ -227,7 +229,7 @@ def train(options: Options) -> int:
     diagnostics = PolicyDiagnostics(
         trainer, lambda model: judge.judgement(judge.answers(model)), script.evaluate_steps, script.stop_when,
         reward_lines,
-        lambda model: judge.judgement(judge.answers(model, 1)),
+        lambda model: judge.judgement(judge.answers(model, 1)), task.full_reward,
     )  # fmt: skip
     metrics = MetricsFile(output_dir / run_files.METRICS_FILE, task.shown, script.stop_when != "never")
     judges = [] if processes.in_pieces() else [diagnostics]
@@ -320,26 +322,6 @@ def write_run_files(options: Options, judge: Judge, on_adapter: bool, made_from:
     )
 
 
-def kept_answers(which: str, model: PreTrainedModel, judge: Judge, file: Path) -> dict:
-    """What the model answers before GRPO; kept in `file`, so that a resumed run shows the same row."""
-
-    def kept() -> dict | None:
-        try:
-            answers = json.loads(read_text(file))
-            judge.judgement(answers)
-        except (FileNotFoundError, InputError, *OPTION_ERRORS):  # cut, or an older version's
-            return None
-        return answers
-
-    answers = processes.from_main(kept)
-    if answers is None:
-        print(f"judging the {which} model", flush=True)
-        answers = judge.answers(model)
-        if processes.is_main():
-            run_files.write_whole(file, json.dumps(answers))
-    return answers
-
-
 def policy_trainer(
     model: PeftModel, task: Task, tokenizer: PreTrainedTokenizerBase, options: Options
 ) -> tuple[PolicyTrainer, dict[str, float]]:
@@ -363,7 +345,10 @@ def policy_trainer(
             action_rewards=task.action_rewards and (lambda rows: task.action_rewards(rows, weights)),
             action_entropy_coef=script.action_entropy_coef,
             form_coef=script.form_coef,
-            stands_on=[options.output_dir / name for name in STANDS_ON],
+            stands_on=[
+                *(options.output_dir / name for name in (run_files.METRICS_FILE, UNTRAINED_FILE)),
+                lifecycle.warm_start_folder(script, training.seed, options.output_dir),
+            ],
             guesses=task.guess and (lambda rows: [reply_token_ids(task.guess(row), tokenizer) for row in rows]),
         )
     for unwanted in (PrinterCallback, ProgressCallback):

@@ -85,10 +85,13 @@ def cost_of(dtype: str, on_gpu: bool) -> str | None:
     return f"--dtype {dtype}: {slower}; --dtype auto takes {other}"
 
 
-def number_format(argv: Sequence[str], default_config: Path | None) -> tuple[list[str], str]:
+def number_format(argv: Sequence[str], default_config: Path | None, has_bf16: bool = True) -> tuple[list[str], str]:
     """What `--dtype auto` and a missing --bf16 come to, as further flags; and a line on what was chosen or costs time.
 
     A run that is resumed keeps its format, because another one makes another adapter.
+
+    Args:
+        has_bf16: whether the script has that option.
     """
     if asks_for_help(argv):
         return [], ""
@@ -100,7 +103,7 @@ def number_format(argv: Sequence[str], default_config: Path | None) -> tuple[lis
         dtype, line = (begun, f"number format: {begun}, as the run began") if begun else faster_format(on_gpu)
         chosen += ["--dtype", dtype]
     line = cost_of(dtype, on_gpu) or line
-    if dtype and not given("bf16"):  # mixed precision follows the weights
+    if has_bf16 and dtype and not given("bf16"):  # mixed precision follows the weights
         chosen += ["--bf16", str(dtype == "bfloat16").lower()]
     return chosen, line or ""
 

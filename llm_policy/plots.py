@@ -11,6 +11,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 LINE_CHARACTERS = 85  # of a title or a label, within the width of a picture
+PICTURES_PER_ROW = 4
+COLORS = (  # of the digits 0 to 9, those of the ARC puzzles
+    "#000000", "#0074D9", "#FF4136", "#2ECC40", "#FFDC00", "#AAAAAA", "#F012BE", "#FF851B", "#7FDBFF", "#870C25",
+)  # fmt: skip
 
 
 def curves_figure(
@@ -73,4 +77,25 @@ def shares_figure(
     axes.spines[["top", "right"]].set_visible(False)
     if lines:
         axes.legend(frameon=False, fontsize=8, loc="lower right")
+    return figure
+
+
+def grids_figure(pictures: Mapping[str, Sequence[Sequence[int]] | None], title: str = "") -> Figure:
+    """Pictures of digits side by side, each under its name; an empty frame where there is none."""
+    rows = -(-len(pictures) // PICTURES_PER_ROW)
+    columns = min(len(pictures), PICTURES_PER_ROW)
+    figure = Figure(figsize=(2.4 * columns, 2.6 * rows + 0.4), layout="constrained")
+    figure.suptitle(title)
+    colors = matplotlib.colors.ListedColormap(COLORS)
+    frames = figure.subplots(rows, columns, squeeze=False).flatten()
+    for frame, (name, grid) in zip(frames, pictures.items(), strict=False):
+        frame.set_title(textwrap.fill(name, 24), fontsize=9)
+        frame.set_xticks([])
+        frame.set_yticks([])
+        if grid is None:
+            frame.text(0.5, 0.5, "no picture", ha="center", va="center", transform=frame.transAxes)
+        else:
+            frame.imshow(grid, cmap=colors, vmin=0, vmax=len(COLORS) - 1)
+    for frame in frames[len(pictures) :]:
+        frame.axis("off")
     return figure

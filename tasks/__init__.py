@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from llm_policy.errors import InputError
 from llm_policy.grpo.diagnostics import Judgement
 from llm_policy.grpo.warm_start import IsReply, Lesson
+from llm_policy.hindsight import Attempt
 
 TASKS = {  # name: module. Imported when it is asked for, because parts that few need bring packages of their own
     "frozen_lake": "tasks.frozen_lake",
@@ -34,6 +35,7 @@ TASKS = {  # name: module. Imported when it is asked for, because parts that few
     "taxi": "tasks.taxi",
     "riddles": "tasks.riddles",
     "piqa": "tasks.piqa",
+    "drawing": "tasks.drawing.task",
     "arc": "tasks.arc",
 }
 
@@ -88,6 +90,9 @@ class Task:
         reward_lines: for the chart, what policies that do not read the prompt would earn, by name.
         shown: metrics of the judge that stand in the line per step: name in the log -> label.
         source: all that the data holds, fit for JSON, where `rows` are drawn from it; a resumed run needs the same.
+        full_reward: the most that a completion can earn, if that ends the training (--stop_when best, mean).
+        attempts: replies to the first row's prompt, and how many there were before -> what came of each, and what it
+            teaches in hindsight (train_hindsight.py).
         lint: context tokens -> findings about data and prompts, errors first.
     """
 
@@ -103,6 +108,8 @@ class Task:
     reward_lines: Callable[[Sequence[float]], dict[str, float]] | None = None
     shown: Mapping[str, str] = field(default_factory=dict)
     source: object = None
+    full_reward: float | None = None
+    attempts: Callable[[Sequence[str], int], list[Attempt]] | None = None
     lint: Callable[[int], list] | None = None
 
 

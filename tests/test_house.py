@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = {"train_script", "train_policy_gradient", "evaluate_policy", "search_policy", "report"}
+SCRIPTS = {"train_script", "train_policy_gradient", "train_hindsight", "evaluate_policy", "search_policy", "report"}
 ROOMS = ("llm_policy", "tasks", "benchmarks", "results", "data")
 FILES = [*ROOT.glob("*.py"), *(file for room in ROOMS for file in (ROOT / room).rglob("*.py"))]
 CALLED = [path for path in FILES if 'if __name__ == "__main__":' in path.read_text()]

@@ -15,7 +15,7 @@ from trl.import_utils import is_vllm_available
 from llm_policy import processes
 from llm_policy.adapters import check_adapter_options
 from llm_policy.errors import OPTION_ERRORS, InputError, check_choices, library_errors
-from llm_policy.grpo.diagnostics import STOP_CONDITIONS
+from llm_policy.grpo.diagnostics import BATCH_CONDITIONS, STOP_CONDITIONS
 from llm_policy.grpo.trainer import OBJECTIVES, check_objective
 
 WARM_STARTS = ("auto", "always", "never")
@@ -55,7 +55,21 @@ LENGTH = ("max_steps", "num_train_epochs", "evaluate_steps", "stop_when", "sampl
 
 
 @dataclass
-class ScriptArguments:
+class WarmStartArguments:
+    """What is taught before anything is learnt."""
+
+    warm_start: str = field(default="auto", metadata={"help": "Teach the form first: auto, always or never."})
+    warm_start_steps: int = field(default=60, metadata={"help": "At most so many steps of it."})
+    warm_start_prompts: int = field(default=11, metadata={"help": "Prompts per step, each with all its replies."})
+    warm_start_learning_rate: float = field(default=1e-3, metadata={"help": "Its learning rate (AdamW, constant)."})
+    warm_start_threshold: float = field(default=0.9, metadata={"help": "Share of well-formed samples that ends it."})
+    warm_start_folder: str = field(
+        default="", metadata={"help": "Share it with other runs of the same seed, in this folder. Default: the run's."}
+    )
+
+
+@dataclass
+class ScriptArguments(WarmStartArguments):
     """What neither TRL nor the task covers: the task's name, the objective, the warm start, the evaluations."""
 
     task: str = field(default="frozen_lake", metadata={"help": "What is trained: a name in tasks/__init__.py."})
@@ -71,11 +85,6 @@ class ScriptArguments:
         default=True,
         metadata={"help": "Sample from a merged copy of the weights."},
     )
-    warm_start: str = field(default="auto", metadata={"help": "Teach the form first: auto, always or never."})
-    warm_start_steps: int = field(default=60, metadata={"help": "At most so many steps of it."})
-    warm_start_prompts: int = field(default=11, metadata={"help": "Prompts per step, each with all its replies."})
-    warm_start_learning_rate: float = field(default=1e-3, metadata={"help": "Its learning rate (AdamW, constant)."})
-    warm_start_threshold: float = field(default=0.9, metadata={"help": "Share of well-formed samples that ends it."})
     evaluate_steps: int = field(default=10, metadata={"help": "Judge every so many steps; 0: at the end only."})
     check: str = field(
         default="stop",
@@ -206,6 +215,8 @@ def check_task(script: ScriptArguments, training: GRPOConfig, task) -> None:
             f"--objective {script.objective}: --task {script.task} knows no reward for every legal answer; "
             "use --objective grpo"
         )
+    if script.stop_when in BATCH_CONDITIONS and task.full_reward is None:
+        raise InputError(f"--stop_when {script.stop_when}: --task {script.task} has no largest reward; name another")
     if script.warm_start == "always" and not task.lessons:
         raise InputError(f"--warm_start always: --task {script.task} has no replies to teach; use --warm_start never")
     names = [reward.__name__ for reward in task.reward_functions]

@@ -18,7 +18,8 @@ from llm_policy import processes
 from llm_policy.hardware import give_memory_back
 from llm_policy.run_files import cut_back
 
-STOP_CONDITIONS = ("optimal", "collapsed", "either", "never")
+BATCH_CONDITIONS = ("best", "mean")  # of a batch's rewards is the largest that there is
+STOP_CONDITIONS = ("optimal", "collapsed", "either", *BATCH_CONDITIONS, "never")
 COLLAPSE_STEPS = 5  # so many further steps without a single group that has variance
 DEAD_ENTROPY = 0.05  # nats: below it one action has more than 99 % of the probability
 SETTLED_PERCENT = 98.0  # of the optimum: what the policy that samples must reach before a run stops there
@@ -53,6 +54,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         sampled: model -> how good it is where it samples. `stop_when` optimal waits for it, if the judgement has a
             `percent_of_optimal`: a greedy policy is optimal as soon as the best action is the likeliest.
         reward_lines: what policies that do not read the prompt would earn, logged beside the reward.
+        full_reward: the most that a completion can earn; `stop_when` best and mean wait for it in a batch.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         stop_when: str,
         reward_lines: Mapping[str, float],
         sampled: Callable[[PreTrainedModel], Judgement] | None = None,
+        full_reward: float | None = None,
     ) -> None:
         self.trainer = trainer
         self.judge = judge
@@ -70,6 +73,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         self.stop_when = stop_when
         self.reward_lines = reward_lines
         self.sampled = sampled
+        self.full_reward = full_reward
         self.unanimous_since: int | None = None
         self.evaluation_seconds = 0.0
         self.optimal_evaluations = 0  # in a row
@@ -117,6 +121,10 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
                 self.has_stopped = self.has_stopped or self.is_settled()
         if self.stop_when in ("collapsed", "either") and self.has_collapsed(state.global_step):
             self.has_stopped = True
+        if self.stop_when in BATCH_CONDITIONS and self.full_reward is not None:
+            rewards_B = self.trainer.last_rewards
+            earned = rewards_B.max() if self.stop_when == "best" else rewards_B.mean()
+            self.has_stopped |= bool(earned >= self.full_reward)
         if self.has_stopped:
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"  # an evaluation that is interrupted begins from there

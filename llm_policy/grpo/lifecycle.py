@@ -1,11 +1,13 @@
 """How a training run is interrupted, resumed and ended: signals, what a checkpoint says, the last step."""
 
+import json
 import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import TrainerCallback, TrainerState
+from peft import PeftModel
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, ModelConfig
@@ -13,15 +15,21 @@ from trl import GRPOConfig, ModelConfig
 from llm_policy import processes
 from llm_policy.adapters import joined, loading_options
 from llm_policy.checkpoints import COMPLETE_MARK
-from llm_policy.errors import EXIT_INTERRUPTED, InputError
+from llm_policy.errors import EXIT_INTERRUPTED, OPTION_ERRORS, InputError
+from llm_policy.grpo.arguments import WarmStartArguments
 from llm_policy.grpo.diagnostics import MetricsFile, PolicyDiagnostics
 from llm_policy.grpo.trainer import PolicyTrainer
+from llm_policy.grpo.warm_start import Lesson
 from llm_policy.hardware import give_memory_back
 from llm_policy.models import load_model, not_finite
+from llm_policy.reading import read_text
+from llm_policy.run_files import checksum, write_whole
 from llm_policy.startup import say_at_once
 
 RESUME = "--resume_from_checkpoint auto"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+TAUGHT_WITH = ("warm_start_steps", "warm_start_prompts", "warm_start_learning_rate", "warm_start_threshold")
+LORA = ("lora_r", "lora_alpha", "lora_target_modules", "lora_dropout", "use_rslora")
 WARM_START_FOLDER, GRPO_FOLDER = "warm_start", "grpo"  # the two adapters that are joined in the end
 
 
@@ -99,6 +107,20 @@ class StopAtNonFinite(TrainerCallback):
             )
 
 
+def warm_start_folder(script: WarmStartArguments, seed: int, output_dir: Path) -> Path:
+    """Where the warm start of a run is kept: in the run, or where runs of the same seed share it."""
+    shared = script.warm_start_folder
+    return Path(shared) / f"seed-{seed}" if shared else output_dir / WARM_START_FOLDER
+
+
+def warm_start_checksum(
+    script: WarmStartArguments, model: ModelConfig, model_checksum: str, lessons: Sequence[Lesson]
+) -> str:
+    """What a warm start is made from, so that no run stands on another one's by mistake."""
+    settings = {name: getattr(script, name) for name in TAUGHT_WITH} | {name: getattr(model, name) for name in LORA}
+    return checksum([model_checksum, settings, len(lessons), lessons[0] if lessons else None])
+
+
 def steps_per_batch(training: GRPOConfig) -> int:
     """Optimiser steps on one batch of completions."""
     return max(1, training.steps_per_generation * training.num_iterations // training.gradient_accumulation_steps)
@@ -135,6 +157,30 @@ def last_step_is_saved(trainer: PolicyTrainer) -> bool:
     return (checkpoint / COMPLETE_MARK).exists()
 
 
+def kept_answers(which: str, model: PreTrainedModel, judge, file: Path) -> dict:
+    """What the model answers before GRPO; kept in `file`, so that a resumed run shows the same row.
+
+    Args:
+        judge: a task's (`tasks.Judge`).
+    """
+
+    def kept() -> dict | None:
+        try:
+            answers = json.loads(read_text(file))
+            judge.judgement(answers)
+        except (FileNotFoundError, InputError, *OPTION_ERRORS):  # cut, or an older version's
+            return None
+        return answers
+
+    answers = processes.from_main(kept)
+    if answers is None:
+        print(f"judging the {which} model", flush=True)
+        answers = judge.answers(model)
+        if processes.is_main():
+            write_whole(file, json.dumps(answers))
+    return answers
+
+
 def save_policy(trainer: PolicyTrainer, folders: Sequence[Path], model_config: ModelConfig) -> None:
     """Save what was trained as one adapter on the plain base model.
 
@@ -150,9 +196,14 @@ def save_policy(trainer: PolicyTrainer, folders: Sequence[Path], model_config: M
     elif processes.is_main():
         trained.save_pretrained(output_dir / GRPO_FOLDER, selected_adapters=["default"])
     if processes.is_main():
-        lora = trained.peft_config["default"]
-        plain = loading_options(model_config) | {"quantization_config": None}  # joining looks at the adapters alone
-        base = load_model(lora.base_model_name_or_path, revision=lora.revision or "main", **plain)  # no warm start
-        joined(base, [*folders, output_dir / GRPO_FOLDER]).save_pretrained(output_dir)
+        save_joined(trained, [*folders, output_dir / GRPO_FOLDER], output_dir, model_config)
         trainer.processing_class.save_pretrained(output_dir)
     processes.wait_for_files(output_dir, ADAPTER_FILES)
+
+
+def save_joined(trained: PeftModel, folders: Sequence[Path], output_dir: Path, model_config: ModelConfig) -> None:
+    """Save the adapters in `folders`, which were trained on top of each other, as one on the plain base model."""
+    lora = trained.peft_config["default"]
+    plain = loading_options(model_config) | {"quantization_config": None}  # joining looks at the adapters alone
+    base = load_model(lora.base_model_name_or_path, revision=lora.revision or "main", **plain)  # no warm start
+    joined(base, folders).save_pretrained(output_dir)

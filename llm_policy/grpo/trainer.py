@@ -192,6 +192,12 @@ class PolicyTrainer(GRPOTrainer):
         """Free the copy that sampling makes; the next sampling makes it again."""
         self._merged_copy = None
 
+    @property
+    def last_rewards(self) -> torch.Tensor:
+        """Of the completions that were rewarded last, (B,), float64."""
+        assert self._reward_B is not None, "nothing was rewarded yet"
+        return self._reward_B
+
     def _calculate_rewards(self, *arguments, **keywords):
         rewards_BF = super()._calculate_rewards(*arguments, **keywords).double()
         reward_B = (rewards_BF * self.reward_weights.to(rewards_BF)).nansum(1)

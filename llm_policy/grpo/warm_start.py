@@ -32,29 +32,37 @@ IsReply = Callable[[Messages, str], bool]
 
 REPORT_FILE = "report.json"
 SAMPLED_PROMPTS = 32  # for the estimate of the format validity
-CHECK_EVERY_STEPS = 5
-PROMPTS_PER_PASS = 3  # a bound on memory; two cores are as fast with 3 as with 11
+CHECK_EVERY_STEPS, CHECKS = 5, 20  # at the shortest, and about so many
+REPLIES_PER_PASS = 12  # a bound on memory; two cores are as fast with 12 as with 44
 
 
 def warm_started(
     model: PreTrainedModel, lora: LoraConfig, reader: Reader, lessons: Sequence[Lesson],
     is_reply: IsReply, script: ScriptArguments, seed: int, folder: Path,
-    should_stop: Callable[[], bool], has_begun: bool,
+    should_stop: Callable[[], bool], has_begun: bool, made_from: str = "",
 ) -> tuple[PreTrainedModel, dict]:  # fmt: skip
     """Teach the form where `--warm_start` asks for it; the model that stands on it, and what the warm start reported.
 
     GRPO then trains a fresh adapter on top: with the warm start's own the first steps were five times as large and the
-    policy state-blind for ten of them (LOG.md). An interrupted run finds adapter and report in `folder`.
+    policy state-blind for ten of them (LOG.md). An interrupted run finds adapter and report in `folder`, and so does
+    another run that shares it.
 
     Args:
         has_begun: GRPO has taken steps already, which stand on the warm start that was made then, or on none.
+        made_from: checksum of model, lessons and settings; what was made from others is refused.
     """
     if processes.from_main((folder / COMPLETE_MARK).exists):
         if wrong := processes.from_main(lambda: damage(folder)):
             raise InputError(f"{wrong}, and the run stands on it; choose another --output_dir, or delete this run")
         processes.wait_for_files(folder)
-        print("warm start: taken from the interrupted run", flush=True)
-        return adapters.stood_on(model, folder), json.loads((folder / REPORT_FILE).read_text())
+        report = json.loads((folder / REPORT_FILE).read_text())
+        if report.get("made_from", made_from) != made_from:
+            raise InputError(
+                f"--warm_start_folder {folder.parent}: {folder.name} was made with another model, other lessons or "
+                "settings; name another folder"
+            )
+        print(f"warm start: taken from {folder}", flush=True)
+        return adapters.stood_on(model, folder), report
     if script.warm_start == "always" and has_begun:
         raise InputError(f"{folder}: is gone, and the checkpoints stand on it; choose another --output_dir")
     if script.warm_start == "never" or has_begun or not lessons:  # steps without a warm start: none was needed
@@ -84,7 +92,7 @@ def warm_started(
     if processes.is_main():
         with written_whole(folder):
             student.save_pretrained(folder)
-            (folder / REPORT_FILE).write_text(json.dumps(report) + "\n")
+            (folder / REPORT_FILE).write_text(json.dumps(report | {"made_from": made_from}) + "\n")
     processes.wait_for_files(folder)
     return adapters.stood_on(student.unload(), folder), report
 
@@ -131,31 +139,23 @@ def teach_format(
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
-    tokenizer = reader.tokenizer
     report = {"steps": 0, "loss": float("nan"), "format_validity": 0.0}
     device = next(model.parameters()).device
+    prompts_per_pass = max(1, REPLIES_PER_PASS // len(lessons[0][1]))
+    check_every = max(CHECK_EVERY_STEPS, max_steps // CHECKS)
     model.train()
     # No total: it usually ends after five steps, and a bar that counts to `max_steps` would promise the longest case.
-    what = f"warm start (form only), at most {max_steps} steps, usually 5"
+    what = f"warm start, at most {max_steps} steps"
     progress = tqdm(desc=what, unit="step", disable=not processes.is_main())
     try:
         for step in range(1, max_steps + 1):
             order = torch.randperm(len(lessons), generator=generator)[:prompts_per_step].tolist()
             loss = torch.zeros((), device=device)
-            chunks = range(0, len(order), PROMPTS_PER_PASS)
+            chunks = range(0, len(order), prompts_per_pass)
             for first in chunks[processes.own_share(len(chunks))]:
-                chunk = order[first : first + PROMPTS_PER_PASS]
+                chunk = order[first : first + prompts_per_pass]
                 batch = [(lessons[i][0], reply) for i in chunk for reply in lessons[i][1]]
-                packed = pack_groups(
-                    [reader.prompt(prompt) for prompt, _ in batch],
-                    [reply_token_ids(reply, tokenizer) for _, reply in batch],
-                    pad_token_id=tokenizer.pad_token_id,
-                    device=device,
-                    share_prefix=not base_model.is_activation_checkpointing,
-                )
-                with torch.autocast(device.type, torch.bfloat16, enabled=base_model.dtype == torch.bfloat16):
-                    log_probabilities_N, _ = packed_log_probabilities(model, base_model, packed)
-                chunk_loss = -log_probabilities_N.float().mean() * len(chunk) / len(order)
+                chunk_loss = reply_loss(model, reader, batch) * len(chunk) / len(order)
                 chunk_loss.backward()
                 loss += chunk_loss.detach()
             share_gradient(parameters)
@@ -171,7 +171,7 @@ def teach_format(
             progress.set_postfix(loss=f"{report['loss']:.3f}", well_formed=f"{report['format_validity']:.0%}")
             if should_stop():
                 break
-            if step % CHECK_EVERY_STEPS == 0 or step == max_steps:
+            if step % check_every == 0 or step == max_steps:
                 report["format_validity"] = sampled_format_validity(model, reader, lessons, is_reply)
                 model.train()
                 if report["format_validity"] >= threshold:
@@ -181,6 +181,24 @@ def teach_format(
         vars(base_model).pop("forward", None)  # the fused head closes over settings of this stage only
         give_memory_back()
     return report
+
+
+def reply_loss(model: PeftModel, reader: Reader, batch: Sequence[tuple[Messages, str]]) -> torch.Tensor:
+    """Mean over all tokens of the replies of minus their log-probability (nats), behind their prompts.
+
+    Inside `add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy"))`.
+    """
+    base_model, device = model.get_base_model(), next(model.parameters()).device
+    packed = pack_groups(
+        [reader.prompt(prompt) for prompt, _ in batch],
+        [reply_token_ids(reply, reader.tokenizer) for _, reply in batch],
+        pad_token_id=reader.tokenizer.pad_token_id,
+        device=device,
+        share_prefix=not base_model.is_activation_checkpointing,
+    )
+    with torch.autocast(device.type, torch.bfloat16, enabled=base_model.dtype == torch.bfloat16):
+        log_probabilities_N, _ = packed_log_probabilities(model, base_model, packed)
+    return -log_probabilities_N.float().mean()
 
 
 def share_gradient(parameters: Sequence[torch.nn.Parameter]) -> None:

@@ -1,0 +1,191 @@
+"""Hindsight replay: whatever a sample did, it is the right answer to the question how to do that.
+
+After hindsight experience replay (Andrychowicz et al. 2017, arXiv 1707.01495), for a model that answers in one piece.
+An epoch samples replies to the one prompt that counts, sees what each of them did, asks for that in a prompt, and
+teaches the reply as the answer to it. No reward is learnt from. It says which replies are taught last, and when it is
+solved.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from peft import PeftModel
+from trl.trainer.utils import add_fused_lm_head
+
+from llm_policy.chat import Messages, Reader, sampling_config
+from llm_policy.checkpoints import written_whole
+from llm_policy.errors import InputError
+from llm_policy.grpo.trainer import MergedCopy
+from llm_policy.grpo.warm_start import reply_loss
+from llm_policy.models import not_finite
+from llm_policy.run_files import METRICS_FILE, cut_back
+from llm_policy.sampling import sample_completions
+
+STATE_FILE = "hindsight.pt"
+KEPT_CHECKPOINTS = 2
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What came of one reply.
+
+    Attributes:
+        reward: how close it came to what was asked, in [0, 1].
+        outcome: what it did; attempts with the same teach the same. None where it did nothing that can be asked for.
+        prompt, reply: the question that it answers, and the answer as it is taught.
+    """
+
+    reward: float
+    outcome: str | None = None
+    prompt: Messages | None = None
+    reply: str = ""
+
+
+@dataclass(frozen=True)
+class HindsightSettings:
+    """See the options of train_hindsight.py."""
+
+    samples: int
+    temperature: float
+    sure_samples: int
+    sure_temperature: float
+    learning_rate: float
+    batch_size: int
+
+
+class HindsightLearner:
+    """A model, what it has seen itself do, and the optimiser that teaches it that.
+
+    Args:
+        attempts: replies to `prompt`, and how many there were before -> what came of each.
+    """
+
+    def __init__(
+        self,
+        model: PeftModel,
+        reader: Reader,
+        prompt: Messages,
+        attempts: Callable[[Sequence[str], int], list[Attempt]],
+        settings: HindsightSettings,
+    ) -> None:
+        self.model, self.reader, self.prompt, self.attempts, self.settings = model, reader, prompt, attempts, settings
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=settings.learning_rate, weight_decay=0.0)
+        self.seen: set[str] = set()
+        self.epoch = self.generations = 0
+        self._merged: MergedCopy | None = None
+
+    def sample(self) -> list[str]:
+        """Replies to the prompt: most of them varied, some as the model is sure of them."""
+        if self._merged is None and MergedCopy.is_possible(self.model) and MergedCopy.has_room(self.model):
+            self._merged = MergedCopy(self.model)
+        model = self.model if self._merged is None else self._merged.refreshed()
+        texts = []
+        for count, temperature in (
+            (self.settings.samples, self.settings.temperature),
+            (self.settings.sure_samples, self.settings.sure_temperature),
+        ):
+            if count:
+                longest = self.reader.max_completion_tokens
+                config = sampling_config(model, self.reader.tokenizer, longest, temperature)
+                ids = sample_completions(model, [self.reader.prompt(self.prompt)], config, count)
+                texts += self.reader.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        self.generations += len(texts)
+        return texts
+
+    def lessons(self, attempts: Sequence[Attempt]) -> list[Attempt]:
+        """The shortest reply for everything new that was done, what is furthest from the goal first."""
+        shortest: dict[str, Attempt] = {}
+        for attempt in attempts:
+            if attempt.outcome is None or attempt.outcome in self.seen:
+                continue
+            best = shortest.get(attempt.outcome)
+            if best is None or len(attempt.reply) < len(best.reply):
+                shortest[attempt.outcome] = attempt
+        self.seen.update(shortest)
+        return sorted(shortest.values(), key=lambda attempt: attempt.reward)
+
+    def learn(self, lessons: Sequence[Attempt]) -> float:
+        """One pass over the lessons, in their order. Returns the mean loss (nats per token)."""
+        base_model = self.model.get_base_model()
+        add_fused_lm_head(base_model, outputs=("log_probs", "entropy"))
+        self.model.train()
+        losses = []
+        try:
+            for first in range(0, len(lessons), self.settings.batch_size):
+                batch = lessons[first : first + self.settings.batch_size]
+                loss = reply_loss(self.model, self.reader, [(a.prompt, a.reply) for a in batch if a.prompt])
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+                losses.append(loss.item())
+        finally:
+            vars(base_model).pop("forward", None)  # the fused head
+            self.model.eval()
+        if bad := not_finite(dict(self.model.named_parameters())):
+            raise InputError(
+                f"epoch {self.epoch}: the weight {bad} is no number (nan or inf); earlier checkpoints stay. "
+                "Lower --learning_rate"
+            )
+        return sum(losses) / max(len(losses), 1)
+
+    # Resume ------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path, stands_on: Sequence[Path], seconds: float) -> None:
+        """All that a resumed run needs; with the random numbers it samples what it would have sampled."""
+        weights = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        state = {
+            "weights": {name: p.detach().clone() for name, p in weights.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "random": torch.get_rng_state(),
+            "seen": sorted(self.seen),
+            "epoch": self.epoch,
+            "generations": self.generations,
+            "seconds": seconds,
+        }
+        with written_whole(folder, stands_on):
+            torch.save(state, folder / STATE_FILE)
+
+    def restore(self, folder: Path) -> float:
+        """The inverse of `save`; returns the seconds that the run has taken."""
+        try:
+            state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, ValueError, EOFError) as error:
+            raise InputError(f"{folder / STATE_FILE}: cannot be read ({error!s:.200}); train again") from error
+        own = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, values in state["weights"].items():
+                own[name].copy_(values)
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        self.seen, self.epoch, self.generations = set(state["seen"]), state["epoch"], state["generations"]
+        return state["seconds"]
+
+
+class HindsightLog:
+    """metrics.jsonl, TensorBoard, and a line per epoch."""
+
+    def __init__(self, folder: Path, epoch: int, seconds: float) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.file, self.seconds_before, self.started = folder / METRICS_FILE, seconds, time.perf_counter()
+        cut_back(self.file, epoch)
+        self.writer = SummaryWriter(str(folder / "runs"))
+
+    @property
+    def seconds(self) -> float:
+        return self.seconds_before + time.perf_counter() - self.started
+
+    def write(self, epoch: int, epochs: int, metrics: dict[str, float], words: str) -> None:
+        record = {"step": epoch, "seconds": round(self.seconds, 1), **metrics}
+        with self.file.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, epoch)
+        self.writer.flush()
+        print(f"epoch {epoch}/{epochs}  {words}  {self.seconds / 60:.1f} min", flush=True)

@@ -1,0 +1,146 @@
+"""Runs programs that a model wrote. They are hostile until shown otherwise, and none runs in this process.
+
+Each program gets a session of its own in a worker process of pydantic-monty, an interpreter without files, network or
+imports of the host, with limits on time, memory, depth and output. A session is thrown away after its program.
+"""
+
+import datetime
+import os
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from llm_policy.errors import InputError
+
+try:
+    import pydantic_monty as monty
+except ImportError:  # said when a sandbox is made
+    monty = None
+
+Grid = list[list[int]]
+"""Rows of colors 0 to 9, 1 to 30 of either."""
+
+COLORS, LONGEST_SIDE = 10, 30
+LONGEST_CODE = 20_000  # characters
+PRINTED = 64 << 10  # bytes
+LIMITS = {
+    "max_feed_duration_secs": 1.0,
+    "max_memory": 64 << 20,
+    "max_recursion_depth": 200,
+    "max_suspensions": 100,  # questions to the host: names that are not there, sleep
+}
+# No clock and no chance from outside: the same program draws the same picture
+POLICY = {"sleep": "zero", "datetime": datetime.datetime(2000, 1, 1), "random_start": {"seed": 0}}
+MOST_WORKERS = 8
+NAME = "task"
+# What can go wrong, as the log counts it
+PARSE, NO_FUNCTION, TIMEOUT, OUT_OF_MEMORY, RUNTIME, BAD_OUTPUT, CRASHED = ERRORS = (
+    "parse", "no_function", "timeout", "memory", "runtime", "bad_output", "crashed",
+)  # fmt: skip
+FENCE = re.compile(r"```[a-zA-Z]*\n?")
+FUNCTIONS = (Path(__file__).parent / "functions.py").read_text()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a program drew, or why nothing came of it."""
+
+    grid: Grid | None
+    error: str = ""  # one of ERRORS
+    message: str = ""
+
+
+def code_of(completion: str) -> str:
+    """The program in a reply that was begun for the model with an opening fence: all up to the next fence.
+
+    Where the model opens a fence of its own, with words around it, what stands inside.
+
+    >>> code_of("def task(img):\\n    return img\\n```\\nThis does it.")
+    'def task(img):\\n    return img\\n'
+    >>> code_of("Sure!\\n```python\\ndef task(img): pass\\n```")
+    'def task(img): pass\\n'
+    """
+    before, *rest = FENCE.split(completion)
+    return rest[0] if rest and "def " not in before else before
+
+
+class Sandbox:
+    """Runs programs in worker processes, which begin with the first program and end with this process or `close`.
+
+    Args:
+        workers: so many at most; None: one for each core.
+    """
+
+    def __init__(self, workers: int | None = None) -> None:
+        if monty is None:
+            raise InputError(
+                "--task drawing: the package pydantic-monty is missing, without which no program is run; "
+                "pip install -r requirements-drawing.txt"
+            )
+        self.workers = workers or min(os.cpu_count() or 1, MOST_WORKERS)
+        self._pool = None
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.__exit__(None, None, None)
+            self._pool = None
+
+    def run_all(self, codes: Sequence[str], given: Grid) -> list[Outcome]:
+        """What each program makes of `given`, in their order. The same whatever the number of workers."""
+        distinct = list(dict.fromkeys(codes))
+        if self._pool is None:
+            self._pool = monty.Monty(max_processes=self.workers).__enter__()
+        with ThreadPoolExecutor(self.workers) as threads:
+            outcomes = dict(zip(distinct, threads.map(lambda code: self._run(code, given), distinct), strict=True))
+        return [outcomes[code] for code in codes]
+
+    def _run(self, code: str, given: Grid) -> Outcome:
+        if len(code) > LONGEST_CODE:
+            return Outcome(None, PARSE, f"{len(code)} characters, {LONGEST_CODE} is the most")
+        try:
+            with self._pool.checkout(limits=LIMITS, os_policy=POLICY) as session:
+                return _drawn(session, code, given)
+        except monty.MontyError as error:
+            return _failed(error)
+
+
+def _drawn(session, code: str, given: Grid) -> Outcome:
+    printed = monty.CollectString(max_bytes=PRINTED)
+    session.feed_run(FUNCTIONS)
+    session.feed_run(code, print_callback=printed)
+    try:
+        is_there = session.feed_run(f"type({NAME}) is type(lambda: 0)") is True
+    except monty.MontyError:
+        is_there = False
+    if not is_there:
+        return Outcome(None, NO_FUNCTION, f"no function {NAME}")
+    drawn = session.feed_run(f"{NAME}(Img(given))", inputs={"given": given}, print_callback=printed)
+    rows = drawn.attributes.get("rows") if isinstance(drawn, monty.MontyClassProxy) else drawn
+    if problem := grid_problem(rows):
+        return Outcome(None, BAD_OUTPUT, problem)
+    return Outcome([list(row) for row in rows])
+
+
+def grid_problem(rows: object) -> str:
+    """Why `rows` is no `Grid`; empty if it is one."""
+    if not isinstance(rows, list | tuple) or not rows or not all(isinstance(row, list | tuple) for row in rows):
+        return f"{type(rows).__name__}, expected rows of colors"
+    if not 1 <= len(rows) <= LONGEST_SIDE or not 1 <= len(rows[0]) <= LONGEST_SIDE:
+        return f"{len(rows)} rows of {len(rows[0])}, expected 1 to {LONGEST_SIDE} of either"
+    if any(len(row) != len(rows[0]) for row in rows):
+        return "rows of several lengths"
+    if bad := [color for row in rows for color in row if type(color) is not int or not 0 <= color < COLORS]:
+        return f"color {bad[0]!r:.40}, expected 0 to {COLORS - 1}"
+    return ""
+
+
+def _failed(error: Exception) -> Outcome:
+    message = (str(error).splitlines() or [""])[0][:200]
+    if isinstance(error, monty.MontySyntaxError):
+        return Outcome(None, PARSE, message)
+    if isinstance(error, monty.MontyCrashedError):
+        return Outcome(None, TIMEOUT if error.timed_out else CRASHED, message)
+    kinds = {"TimeoutError": TIMEOUT, "MemoryError": OUT_OF_MEMORY}
+    return Outcome(None, kinds.get(message.partition(":")[0], RUNTIME), message)

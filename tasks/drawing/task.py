@@ -1,0 +1,187 @@
+"""Drawing: the model writes a program that draws a picture (seed 004's experiments for ARC).
+
+The target is one picture. The warm start teaches the drawing functions on random pictures of one to three calls.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from llm_policy.chat import Messages, Reader, fit_to_template
+from llm_policy.completions import completion_text
+from llm_policy.errors import InputError
+from llm_policy.grpo.warm_start import Lesson
+from llm_policy.hindsight import Attempt
+from llm_policy.run_files import write_whole
+from tasks import Task
+from tasks.drawing.judge import PERFECT, DrawingJudge, Score, scored
+from tasks.drawing.programs import cleaned
+from tasks.drawing.sandbox import ERRORS, Grid, Outcome, Sandbox, code_of, grid_problem
+from tasks.drawing.targets import NAMES, Target, empty, random_program, read_target
+from tasks.drawing.words import messages, reply
+from tasks.linter import Finding, prompt_tokens
+
+DEFAULT_TARGET = "5-vertical-lines"
+LESSONS = 1_000_000
+FOUND_FILE = "found.json"
+
+
+@dataclass
+class Arguments:
+    """Options of the drawing task."""
+
+    target: str = field(default=DEFAULT_TARGET, metadata={"help": f"What to draw: {NAMES} with lines of digits."})
+    show_functions: bool = field(
+        default=False, metadata={"help": "List the drawing functions in the prompt, for a model that was not taught."}
+    )
+
+
+class RandomDrawings(Sequence[Lesson]):
+    """Random pictures, each with a program that draws it; made when they are asked for.
+
+    Programs whose picture stays empty are left out.
+    """
+
+    def __init__(self, sandbox: Sandbox, seed: int, show_functions: bool) -> None:
+        self.sandbox, self.seed, self.show_functions = sandbox, seed, show_functions
+        self._pictures: dict[str, tuple[Grid, Grid]] = {}  # prompt -> (given, wanted)
+
+    def __len__(self) -> int:
+        return LESSONS
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        for attempt in range(100):
+            code, sides = random_program(f"{self.seed} {index % len(self)} {attempt}")
+            given = empty(*sides)
+            wanted = self.sandbox.run_all([code], given)[0].grid
+            if wanted is not None and wanted != given:
+                break
+        prompt = messages(given, wanted, self.show_functions)
+        self._pictures[prompt[-1]["content"]] = given, wanted
+        return prompt, [reply(code)]
+
+    def is_solved(self, prompt: Messages, text: str) -> bool:
+        """Whether a completion to the prompt of one of them draws its picture."""
+        given, wanted = self._pictures[prompt[-1]["content"]]
+        return self.sandbox.run_all([code_of(text)], given)[0].grid == wanted
+
+
+class PixelReward:
+    """TRL's contract: the share of pixels that a completion's program draws right; 0 where it fails.
+
+    Logs the best of each batch and what failed, and keeps the best program of the run in `found_file`.
+    """
+
+    __name__ = "pixel_reward"
+
+    def __init__(self, target: Target, sandbox: Sandbox, found_file: Path) -> None:
+        self.target, self.sandbox, self.found_file = target, sandbox, found_file
+
+    def score(self, texts: Sequence[str]) -> Score:
+        codes = [code_of(text) for text in texts]
+        return scored(codes, self.sandbox.run_all(codes, self.target.given), self.target.wanted)
+
+    def __call__(
+        self,
+        completions: Sequence,
+        trainer_state=None,
+        log_metric: Callable[[str, float], None] = lambda *_: None,
+        **_,
+    ) -> list[float]:
+        score = self.score([completion_text(completion) for completion in completions])
+        if trainer_state is not None:
+            keep_best(self.found_file, score, trainer_state.global_step * len(completions))
+        for name, value in score_metrics(score).items():
+            log_metric(name, value)
+        return list(score.shares)
+
+
+def score_metrics(score: Score) -> dict[str, float]:
+    """What both learners log of a batch of programs."""
+    count = len(score.shares)
+    errors = {f"drawing/{kind}": score.errors[kind] / count for kind in ERRORS}
+    return {"drawing/best": score.best, "drawing/mean": score.mean, "drawing/solved": score.perfect / count} | errors
+
+
+def keep_best(file: Path, score: Score, generations_before: int) -> None:
+    """Write the best program of a batch to `file` if it is better than the one there."""
+    before = json.loads(file.read_text())["share"] if file.exists() else -1.0
+    if score.best > before:
+        number = generations_before + score.shares.index(score.best) + 1
+        content = {"share": score.best, "generation": number, "code": score.best_code}
+        write_whole(file, json.dumps(content, indent=1) + "\n")
+
+
+def in_hindsight(
+    code: str, outcome: Outcome, share: float, target: Target, sandbox: Sandbox, show_functions: bool
+) -> Attempt:
+    """What a program drew, as a task that it solves: the program without what draws nothing."""
+    if outcome.grid is None or outcome.grid == target.given:
+        return Attempt(share)
+    short = cleaned(code, lambda other: sandbox.run_all([other], target.given)[0].grid)
+    prompt = messages(target.given, outcome.grid, show_functions)
+    return Attempt(share, json.dumps(outcome.grid), prompt, reply(short))
+
+
+def make_task(arguments: Arguments, training, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """The task of drawing one target.
+
+    Args:
+        training: what has `seed`, `max_completion_length` and `output_dir`.
+    """
+    target = read_target(arguments.target)
+    sandbox = Sandbox()
+    reader = Reader(tokenizer, training.max_completion_length)
+    found_file = Path(training.output_dir) / FOUND_FILE
+    settings = {"target": target.name, "wanted": target.wanted, "show_functions": arguments.show_functions}
+    judge = DrawingJudge(target, reader, sandbox, arguments.show_functions, settings, found_file)
+    drawings = RandomDrawings(sandbox, training.seed, arguments.show_functions)
+    prompt = fit_to_template(judge.prompt, tokenizer)
+    reward = PixelReward(target, sandbox, found_file)
+
+    def attempts(texts: Sequence[str], generations_before: int) -> list[Attempt]:
+        codes = [code_of(text) for text in texts]
+        outcomes = sandbox.run_all(codes, target.given)
+        score = scored(codes, outcomes, target.wanted)
+        keep_best(found_file, score, generations_before)
+        return [
+            in_hindsight(code, outcome, share, target, sandbox, arguments.show_functions)
+            for code, outcome, share in zip(codes, outcomes, score.shares, strict=True)
+        ]
+
+    def findings(context_tokens: int) -> list[Finding]:
+        found = prompt_tokens([prompt], tokenizer, context_tokens, training.max_completion_length)
+        return [replace(finding, source=target.name) for finding in found]
+
+    return Task(
+        rows=[{"prompt": prompt}],
+        reward_functions=[reward],
+        attempts=attempts,
+        full_reward=PERFECT,
+        judge=judge,
+        is_reply=drawings.is_solved,
+        lessons=drawings,
+        guess=lambda _row: reply("def task(img):\n    draw"),
+        reward_lines=lambda weights: {f"reward/{name}": share for name, share in judge.baselines().items()},
+        shown={"drawing/best": "best", "policy/best": "greedy"},
+        lint=findings,
+    )
+
+
+def make_judge(settings: Mapping, reader: Reader, episodes: int, seed: int) -> DrawingJudge:
+    """The judge of a run by its settings; without any, of the default target."""
+    show_functions = settings.get("show_functions", False)
+    wanted = settings.get("wanted")
+    if wanted is None:
+        target = read_target(DEFAULT_TARGET)
+    elif problem := grid_problem(wanted):
+        raise InputError(f"run.json: wanted: {problem}")
+    else:
+        target = Target(str(settings.get("target")), empty(len(wanted), len(wanted[0])), wanted)
+    known = {"target": target.name, "wanted": target.wanted, "show_functions": show_functions}
+    return DrawingJudge(target, reader, Sandbox(), show_functions, known)

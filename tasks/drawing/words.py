@@ -1,0 +1,36 @@
+"""How a drawing task is asked: the pictures as lines of digits, the functions, and the beginning of the reply."""
+
+from llm_policy.chat import Messages
+from tasks.drawing.sandbox import Grid
+
+TASK = "Write a Python function task(img) that turns the input into the output."
+SIGNATURES = """It may call:
+create_img(shape, color)
+draw_pixel(img, point, color)
+draw_line(img, point1, point2, color)
+draw_rectangle(img, point1, point2, color)
+draw_horizontal_line(img, row, color)
+draw_vertical_line(img, column, color)
+flood_fill(img, point, color)
+Points are (row, column) and count from 0. They draw in place and return nothing; create_img returns a picture."""
+OPENING = "```python\n"
+
+
+def picture_text(grid: Grid) -> str:
+    """Its sides, then each row behind its number.
+
+    >>> picture_text([[0, 1, 2], [3, 4, 5]])
+    '2x3\\n0 012\\n1 345'
+    """
+    lines = (f"{number} {''.join(map(str, row))}" for number, row in enumerate(grid))
+    return "\n".join([f"{len(grid)}x{len(grid[0])}", *lines])
+
+
+def messages(given: Grid, wanted: Grid, with_signatures: bool) -> Messages:
+    parts = [TASK, *([SIGNATURES] if with_signatures else [])]
+    parts += [f"Input {picture_text(given)}", f"Output {picture_text(wanted)}"]
+    return [{"role": "user", "content": "\n".join(parts)}]
+
+
+def reply(code: str) -> str:
+    return f"{OPENING}{code}```"

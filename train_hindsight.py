@@ -1,0 +1,264 @@
+"""Hindsight replay: what a program drew becomes the task that it solves. Beside GRPO on the same start and target.
+
+    python train_hindsight.py                                  # 5 vertical lines, the embedded model
+    python train_hindsight.py --target 9-vertical-lines        # names and files: --help
+    python train_hindsight.py --resume_from_checkpoint auto    # resume after a kill; or shows the result
+
+Needs requirements-drawing.txt. The warm start, which teaches the drawing functions, is shared with
+`train_script.py --task drawing` of the same seed. SIGTERM or SIGUSR1 ends a run after a checkpoint, with exit code 75.
+"""
+
+from llm_policy.startup import announce
+
+announce(__name__)
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from peft import PeftModel
+from transformers import set_seed
+from trl import ModelConfig
+
+from llm_policy import adapters, run_files
+from llm_policy.chat import Reader
+from llm_policy.checkpoints import check_finished, checkpoint_to_resume_from, supersede, write_list
+from llm_policy.command_line import parse_arguments
+from llm_policy.errors import InputError, check_choices, disk_errors, run_script
+from llm_policy.grpo import lifecycle
+from llm_policy.grpo.arguments import WarmStartArguments
+from llm_policy.grpo.warm_start import warm_started
+from llm_policy.hardware import device_text, take_granted_threads
+from llm_policy.hindsight import HindsightLearner, HindsightLog, HindsightSettings
+from llm_policy.models import context_tokens, load_model, load_tokenizer, model_checksum
+from llm_policy.number_format import number_format
+from tasks import Task, task_module
+
+CONFIG = run_files.ROOT / "configs" / "drawing_hindsight.yaml"
+TASK = "drawing"
+UNTRAINED_FILE, WARM_START_FILE = "untrained.json", "warm_start.json"
+STOP_CONDITIONS = ("best", "never")
+FREE_TO_CHANGE = {"output_dir", "resume_from_checkpoint", "epochs", "stop_when"}
+FINISHED = (
+    run_files.CONFIG_FILE, run_files.RUN_FILE, run_files.METRICS_FILE, run_files.RESULT_FILE, run_files.EVALUATION_FILE,
+    "adapter_config.json", "adapter_model.safetensors",
+)  # fmt: skip
+
+
+@dataclass
+class HindsightArguments(WarmStartArguments):
+    """How hindsight replay samples and learns."""
+
+    epochs: int = field(default=12, metadata={"help": "At most so many."})
+    samples: int = field(default=128, metadata={"help": "Programs that are sampled in an epoch."})
+    temperature: float = field(default=0.9, metadata={"help": "Of these."})
+    sure_samples: int = field(default=8, metadata={"help": "Further programs, as the model is sure of them."})
+    sure_temperature: float = field(default=0.1, metadata={"help": "Of those."})
+    learning_rate: float = field(default=1e-4, metadata={"help": "Of AdamW, constant."})
+    batch_size: int = field(default=8, metadata={"help": "Programs per optimiser step."})
+    max_completion_length: int = field(default=192, metadata={"help": "Tokens of a program at most."})
+    stop_when: str = field(default="best", metadata={"help": "best: with the first perfect program; or never."})
+    samples_per_state: int = field(default=64, metadata={"help": "Programs in the last table; 0: greedy alone."})
+    seed: int = field(default=0, metadata={"help": "Of the warm start, the samples and the adapter."})
+    output_dir: str = field(default="runs/hindsight", metadata={"help": "The folder of the run."})
+    resume_from_checkpoint: str | None = field(default=None, metadata={"help": "auto: resume, or show the result."})
+
+    def __post_init__(self) -> None:
+        check_choices(self, {"stop_when": STOP_CONDITIONS})
+        if self.resume_from_checkpoint is not None:
+            check_choices(self, {"resume_from_checkpoint": ("auto",)})
+
+    @property
+    def settings(self) -> HindsightSettings:
+        return HindsightSettings(
+            self.samples, self.temperature, self.sure_samples, self.sure_temperature, self.learning_rate,
+            self.batch_size,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that was asked for."""
+
+    script: HindsightArguments
+    task: object  # the task's own `Arguments`
+    model: ModelConfig
+    config: str
+    note: str
+
+    @property
+    def output_dir(self) -> Path:
+        return Path(self.script.output_dir)
+
+    @property
+    def groups(self) -> tuple:
+        return self.script, self.task, self.model
+
+
+def read_options(argv: Sequence[str] | None) -> Options:
+    argv = sys.argv[1:] if argv is None else list(argv)
+    groups = (HindsightArguments, task_module(TASK).Arguments, ModelConfig)
+    chosen, note = number_format(argv, CONFIG, has_bf16=False)
+    parsed, path = parse_arguments([*argv, *chosen], groups, description=__doc__, default_config=CONFIG)
+    return Options(*parsed, path, note)
+
+
+@disk_errors(f"free space, then {lifecycle.RESUME}")
+def main(argv: Sequence[str] | None = None) -> int:
+    options = read_options(argv)
+    script, folder = options.script, options.output_dir
+    print(f"{options.config} with {options.model.model_name_or_path}, seed {script.seed}", flush=True)
+    for note in filter(None, (options.note, take_granted_threads())):
+        print(note, flush=True)
+    adapters.check_adapter_options(options.model)
+    if script.resume_from_checkpoint:
+        run_files.check_same_run(folder, options.groups, FREE_TO_CHANGE)
+    run_files.check_output_dir(folder, resumes=script.resume_from_checkpoint is not None)
+    if script.resume_from_checkpoint and (folder / run_files.EVALUATION_FILE).exists():
+        check_finished(folder)
+        print(run_files.finished_text(folder), end="")
+        return 0
+    with run_files.only_process_in(folder):
+        return train(options)
+
+
+def train(options: Options) -> int:
+    """The whole job in `--output_dir`. Returns the exit code."""
+    script, folder = options.script, options.output_dir
+    resume = checkpoint_to_resume_from(folder, script.resume_from_checkpoint)
+    stop = lifecycle.StopOnSignal(1)
+
+    # What is drawn, by which model
+    tokenizer = load_tokenizer(options.model.model_name_or_path, revision=options.model.model_revision)
+    task = task_module(TASK).make_task(options.task, script, tokenizer)
+    set_seed(script.seed)
+    model, lora, folders = adapters.model_to_train(options.model, device_of_this_machine())
+    check_prompt(task, context_tokens(model))
+    reader = Reader(tokenizer, script.max_completion_length)
+    made_from = {
+        "data": run_files.checksum([task.rows, task.judge.settings]),
+        "model": model_checksum(options.model.model_name_or_path, options.model.model_revision),
+    }
+    stop.leave_if_received(f"before the first epoch: {lifecycle.RESUME} begins again")
+    run_files.check_made_from(folder, made_from)
+    write_run_files(options, task, made_from, on_adapter=bool(folders))
+
+    # The untrained model, and the warm start, which teaches the drawing functions
+    stop.at_once = True
+    answers_of = {"untrained, greedy": lifecycle.kept_answers("untrained", model, task.judge, folder / UNTRAINED_FILE)}
+    stop.at_once = False
+    warm_start_folder = lifecycle.warm_start_folder(script, script.seed, folder)
+    model, warm_start = warm_started(
+        model, lora, reader, task.lessons, task.is_reply, script, script.seed, warm_start_folder,
+        stop.received_anywhere, resume is not None,
+        lifecycle.warm_start_checksum(script, options.model, made_from["model"], task.lessons),
+    )  # fmt: skip
+    stop.leave_if_received(f"during the warm start: {lifecycle.RESUME} begins it again")
+    if warm_start["steps"]:
+        folders += [] if isinstance(model, PeftModel) else [warm_start_folder]
+        stop.at_once = True
+        answers_of["warm start, greedy"] = lifecycle.kept_answers(
+            "warmed-up", model, task.judge, folder / WARM_START_FILE
+        )
+        stop.at_once = False
+
+    # Hindsight replay on a fresh adapter
+    set_seed(script.seed)
+    model = adapters.fresh(model, lora)
+    model.eval()
+    prompt = task.rows[0]["prompt"]
+    learner = HindsightLearner(model, reader, prompt, task.attempts, script.settings)
+    stands_on = [folder / run_files.METRICS_FILE, folder / UNTRAINED_FILE, warm_start_folder]
+    replay(learner, task, script, folder, resume, stop, stands_on)
+
+    # What was saved, judged beside the baselines
+    stop.at_once = True
+    model.save_pretrained(folder / lifecycle.GRPO_FOLDER)
+    lifecycle.save_joined(model, [*folders, folder / lifecycle.GRPO_FOLDER], folder, options.model)
+    tokenizer.save_pretrained(folder)
+    print("judging the trained model", flush=True)
+    trained = load_model(folder, device=device_of_this_machine(), **adapters.loading_options(options.model))
+    set_seed(script.seed)
+    answers_of["trained, greedy"] = task.judge.answers(trained)
+    if script.samples_per_state:
+        answers_of["trained, sampled"] = task.judge.answers(trained, script.samples_per_state)
+    comparison = task.judge.compare(answers_of)
+    in_words = task.judge.judgement(answers_of["trained, greedy"]).verdict
+    verdict = f"verdict: {in_words} (warm start {warm_start['steps']} steps, hindsight {learner.epoch} epochs)"
+    run_files.write_whole(folder / run_files.RESULT_FILE, f"{comparison.text}{verdict}\n")
+    comparison.save(folder)
+    files = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    write_list(folder, [folder / name for name in FINISHED])
+    print(f"{verdict}\nsaved {folder}: {', '.join(files)}")
+    return 0
+
+
+# The stages --------------------------------------------------------------------------------------------------------
+
+
+def replay(
+    learner: HindsightLearner, task: Task, script: HindsightArguments, folder: Path, resume: Path | None,
+    stop: lifecycle.StopOnSignal, stands_on: Sequence[Path],
+) -> None:  # fmt: skip
+    """Epochs until one program is perfect (`--stop_when`), `--epochs` are over, or a signal comes."""
+    seconds, is_solved = 0.0, False
+    if resume:
+        supersede(resume)
+        seconds = learner.restore(resume)
+    log = HindsightLog(folder, learner.epoch, seconds)
+    while learner.epoch < script.epochs and not is_solved:
+        before = learner.generations
+        attempts = learner.attempts(learner.sample(), before)
+        learner.epoch += 1
+        best = max(attempt.reward for attempt in attempts)
+        is_solved = script.stop_when == "best" and best >= task.full_reward
+        lessons = [] if is_solved else learner.lessons(attempts)
+        loss = learner.learn(lessons)
+        mean = sum(attempt.reward for attempt in attempts) / len(attempts)
+        metrics = {
+            "reward": mean, "drawing/best": best, "lessons": len(lessons), "generations": learner.generations,
+            "loss": loss,
+        }  # fmt: skip
+        words = f"best {best:.3g}  mean {mean:.3g}  lessons {len(lessons)}  loss {loss:.3g}"
+        log.write(learner.epoch, script.epochs, metrics, words)
+        checkpoint = folder / f"checkpoint-{learner.epoch}"
+        learner.save(checkpoint, stands_on, log.seconds)
+        for older in folder.glob("checkpoint-*"):
+            if older != checkpoint:
+                shutil.rmtree(older)
+        stop.leave_if_received(f"checkpoint of epoch {learner.epoch} written; {lifecycle.RESUME} resumes from it")
+
+
+def device_of_this_machine():
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def check_prompt(task: Task, most_tokens: int) -> None:
+    """`InputError` for the first error that the linter finds."""
+    for finding in task.lint(most_tokens) if task.lint else []:
+        if finding.is_error:
+            raise InputError(f"{finding.source}: {finding.rule}: {finding.message}")
+
+
+def write_run_files(options: Options, task: Task, made_from: dict[str, str], on_adapter: bool) -> None:
+    settings = {
+        "task": TASK,
+        **task.judge.settings,
+        "learner": "hindsight",
+        "max_completion_length": options.script.max_completion_length,
+        "dtype": adapters.loading_options(options.model)["dtype"],
+        "on_adapter": on_adapter,
+        "made_from": made_from,
+    }
+    device = device_text(on_gpu=device_of_this_machine().type == "cuda")
+    run_files.write_run_files(
+        options.output_dir, options.groups, options.config, options.script.seed, settings, device, lifecycle.RESUME
+    )
+
+
+if __name__ == "__main__":
+    run_script(main)
