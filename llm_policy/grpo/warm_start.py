@@ -32,7 +32,7 @@ IsReply = Callable[[Messages, str], bool]
 
 REPORT_FILE = "report.json"
 SAMPLED_PROMPTS = 32  # for the estimate of the format validity
-CHECK_EVERY_STEPS, CHECKS = 5, 20  # at the shortest, and about so many
+CHECK_EVERY_STEPS, CHECKS = 5, 12  # at the shortest, and about so many
 REPLIES_PER_PASS = 12  # a bound on memory; two cores are as fast with 12 as with 44
 
 

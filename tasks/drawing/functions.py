@@ -12,9 +12,6 @@ class Img:
         self.rows = rows
         self.shape = (len(rows), len(rows[0]))
 
-    def __len__(self):
-        return len(self.rows)
-
     def __getitem__(self, place):
         if not isinstance(place, tuple):
             return self.rows[place]

@@ -17,11 +17,15 @@ OPENING = "```python\n"
 
 
 def picture_text(grid: Grid) -> str:
-    """Its sides, then each row behind its number.
+    """Its sides, then each row behind its number; a picture of one color in one line.
 
     >>> picture_text([[0, 1, 2], [3, 4, 5]])
     '2x3\\n0 012\\n1 345'
+    >>> picture_text([[0, 0, 0]] * 9)
+    '9x3 of 0'
     """
+    if len(colors := {color for row in grid for color in row}) == 1:
+        return f"{len(grid)}x{len(grid[0])} of {colors.pop()}"
     lines = (f"{number} {''.join(map(str, row))}" for number, row in enumerate(grid))
     return "\n".join([f"{len(grid)}x{len(grid[0])}", *lines])
 

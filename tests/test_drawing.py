@@ -1,0 +1,408 @@
+"""Programs that draw: the functions, hostile programs in the sandbox, targets, rewards, the task on a tiny model."""
+
+import itertools
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from test_train_script import metrics_of
+
+pytest.importorskip("pydantic_monty", reason="requirements-drawing.txt")
+
+import evaluate_policy
+import train_script
+from llm_policy.errors import InputError
+from llm_policy.run_files import ROOT
+from tasks.drawing import functions
+from tasks.drawing.programs import cleaned, share_of_equal_pixels
+from tasks.drawing.sandbox import FUNCTIONS, LONGEST_CODE, Sandbox, code_of
+from tasks.drawing.targets import empty, random_program, read_target, squares, vertical_lines
+from tasks.drawing.task import PixelReward, RandomDrawings, keep_best, scored
+from tasks.drawing.words import messages, picture_text, reply
+
+
+@pytest.fixture(scope="module")
+def sandbox():
+    box = Sandbox(2)
+    yield box
+    box.close()
+
+
+def drawn(sandbox, body: str, rows: int = 3, columns: int = 4):
+    """What a program with these lines makes of an empty picture."""
+    code = "\n    ".join(["def task(img):", *body.splitlines(), "return img"]) + "\n"
+    return sandbox.run_all([code], empty(rows, columns))[0]
+
+
+def picture(text: str) -> list[list[int]]:
+    return [[int(digit) for digit in line] for line in text.split()]
+
+
+# The drawing functions ---------------------------------------------------------------------------------------------
+
+DRAWINGS = [
+    ("draw_pixel(img, (1, 2), 5)", "0000 0050 0000"),
+    ("draw_pixel(img, (1, 4), 5)\ndraw_pixel(img, (-1, 0), 5)\ndraw_pixel(img, (2, 3), 1)", "0000 0000 0001"),
+    ("draw_horizontal_line(img, 2, 7)", "0000 0000 7777"),
+    ("draw_vertical_line(img, 0, 7)", "7000 7000 7000"),
+    ("draw_line(img, (0, 0), (2, 2), 3)", "3000 0300 0030"),
+    ("draw_line(img, (2, 2), (0, 0), 3)", "3000 0300 0030"),
+    ("draw_line(img, (1, 3), (1, 1), 4)", "0000 0444 0000"),
+    ("draw_line(img, (-5, 1), (9, 1), 4)", "0400 0400 0400"),
+    ("draw_rectangle(img, (1, 1), (2, 2), 6)", "0000 0660 0660"),
+    ("draw_rectangle(img, (2, 2), (1, 1), 6)", "0000 0660 0660"),
+    ("draw_rectangle(img, (-9, 3), (1, 99), 6)", "0006 0006 0000"),
+    ("draw_vertical_line(img, 1, 2)\nflood_fill(img, (0, 3), 8)", "0288 0288 0288"),
+    ("flood_fill(img, (9, 9), 8)", "0000 0000 0000"),
+    ("flood_fill(img, (0, 0), 0)", "0000 0000 0000"),
+    ("img = create_img((2, 3), 4)", "444 444"),
+    ("img[0, 1] = 3\nimg[:, 2] = 5\nimg[2] = 6", "0350 0050 6666"),
+    ("img[1:3, 2:] = 8\nother = img.copy()\nother[0, 0] = 9\nimg[0, 0] = other[1, 2]", "8000 0088 0088"),
+    ("height, width = img.shape\nfor y in range(height):\n    img[y, width - 1] = height", "0003 0003 0003"),
+]
+
+
+@pytest.mark.parametrize(("body", "expected"), DRAWINGS)
+def test_the_functions_draw(sandbox, body, expected):
+    assert drawn(sandbox, body).grid == picture(expected)
+
+
+@pytest.mark.parametrize("body", [body for body, _ in DRAWINGS])
+def test_they_are_the_same_outside_of_the_sandbox(sandbox, body):
+    """The sandbox's interpreter is another one than Python."""
+    img = functions.Img(empty(3, 4))
+    names = {**vars(functions), "img": img}
+    exec(body, names)  # our own lines, of the list above
+    assert names["img"].rows == drawn(sandbox, body).grid
+
+
+@pytest.mark.parametrize("body", ["draw_horizontal_line(img, 3, 1)", "draw_vertical_line(img, -1, 1)"])
+def test_a_row_or_column_that_is_not_there_is_an_error(sandbox, body):
+    outcome = drawn(sandbox, body)
+    assert outcome.error == "runtime"
+    assert outcome.message.startswith("IndexError: ")
+
+
+# Hostile programs --------------------------------------------------------------------------------------------------
+
+HOSTILE = {
+    # name: (code, kind of failure)
+    "syntax": ("def task(img:\n    return img", "parse"),
+    "empty": ("", "no_function"),
+    "prose": ("Sure! Here is the function.", "parse"),
+    "another name": ("def draw(img):\n    return img", "no_function"),
+    "a number": ("task = 3", "no_function"),
+    "too long": ("#" * (LONGEST_CODE + 1), "parse"),
+    "deep brackets": ("x = " + "(" * 5000 + ")" * 5000, "parse"),
+    "endless loop": ("def task(img):\n    while True:\n        pass", "timeout"),
+    "endless outside": ("while True:\n    pass", "timeout"),
+    "swallows the limit": (
+        "def task(img):\n    while True:\n        try:\n            while True:\n                pass\n"
+        "        except BaseException:\n            pass",
+        "timeout",
+    ),
+    "memory": ("def task(img):\n    a = [0]\n    while True:\n        a = a + a", "memory"),
+    "long text": ("def task(img):\n    return 'a' * 10**9", "memory"),
+    "large number": ("def task(img):\n    return 10**10**8", "memory"),
+    "recursion": ("def task(img):\n    return task(img)", "runtime"),
+    "prints": ("def task(img):\n    while True:\n        print('x' * 1000)", "memory"),
+    "os": ("import os\ndef task(img):\n    os.system('touch /tmp/hostile')\n    return img", "runtime"),
+    "files": ("def task(img):\n    return open('/etc/passwd').read()", "runtime"),
+    "subclasses": ("def task(img):\n    return ().__class__.__bases__[0].__subclasses__()", "runtime"),
+    "import": ("import numpy as np\ndef task(img):\n    return np.zeros((2, 2))", "runtime"),
+    "eval": ("def task(img):\n    return eval('1')", "bad_output"),
+    "returns nothing": ("def task(img):\n    pass", "bad_output"),
+    "text": ("def task(img):\n    return 'abc'", "bad_output"),
+    "ragged": ("def task(img):\n    return [[1], [1, 2]]", "bad_output"),
+    "no rows": ("def task(img):\n    return []", "bad_output"),
+    "too large": ("def task(img):\n    return [[0] * 31]", "bad_output"),
+    "color 10": ("def task(img):\n    return [[10]]", "bad_output"),
+    "negative": ("def task(img):\n    return [[-1]]", "bad_output"),
+    "nan": ("def task(img):\n    return [[float('nan')]]", "bad_output"),
+    "truth": ("def task(img):\n    return [[True]]", "bad_output"),
+    "itself": ("def task(img):\n    return task", "bad_output"),
+    "two arguments": ("def task(img, other):\n    return img", "runtime"),
+    "raises": ("def task(img):\n    raise ValueError('no')", "runtime"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_programs(sandbox, name):
+    code, kind = HOSTILE[name]
+    started = time.perf_counter()
+    outcome = sandbox.run_all([code], empty(2, 2))[0]
+    assert (outcome.grid, outcome.error) == (None, kind), outcome
+    assert time.perf_counter() - started < 10
+    assert "\n" not in outcome.message
+
+
+def test_sleep_costs_nothing(sandbox):
+    started = time.perf_counter()
+    assert drawn(sandbox, "import time\ntime.sleep(1000)").grid == empty(3, 4)
+    assert time.perf_counter() - started < 10
+
+
+def test_a_program_sees_nothing_of_the_one_before(sandbox):
+    sandbox.run_all(["left = 5\ndef task(img):\n    img[0, 0] = 1\n    return img"], empty(1, 1))
+    outcome = sandbox.run_all(["def task(img):\n    img[0, 0] = left\n    return img"], empty(1, 1))[0]
+    assert outcome.error == "runtime"
+
+
+def test_chance_and_time_are_the_same_for_all(sandbox):
+    imports = "import random\nfrom datetime import datetime\n"
+    body = f"{imports}img[0, 0] = random.randint(0, 9)\nimg[0, 1] = datetime.now().second % 10"
+    assert drawn(sandbox, body).grid == drawn(sandbox, body).grid
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_the_number_of_workers_changes_nothing(workers):
+    box = Sandbox(workers)
+    codes = [random_program(f"1 {i}")[0] for i in range(20)] + [
+        code for code, kind in HOSTILE.values() if kind != "timeout"
+    ]
+    try:
+        outcomes = box.run_all(codes * 2, empty(6, 6))
+    finally:
+        box.close()
+    alone = [Sandbox(1).run_all([code], empty(6, 6))[0] for code in codes[:5]]
+    assert outcomes[: len(codes)] == outcomes[len(codes) :]
+    assert outcomes[:5] == alone
+
+
+def test_what_is_given_stays_as_it_was(sandbox):
+    given = empty(2, 2)
+    sandbox.run_all(["def task(img):\n    img[0, 0] = 1\n    return img"], given)
+    assert given == empty(2, 2)
+
+
+def test_no_worker_outlives_its_process():
+    """Killed outright: nothing is left that could clean up."""
+    code = (
+        "import os, signal, subprocess, sys\nsys.path.insert(0, '.')\nfrom tasks.drawing.sandbox import Sandbox\n"
+        "Sandbox(1).run_all(['def task(img):\\n    return img'], [[0]])\n"
+        "options = ['ps', '--ppid', str(os.getpid()), '-o', 'pid=,comm=']\n"
+        "print(subprocess.run(options, capture_output=True, text=True).stdout)\n"
+        "sys.stdout.flush()\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    workers = [line.split()[0] for line in found.stdout.splitlines() if "monty" in line]
+    assert workers, found
+    for _ in range(50):
+        alive = [
+            pid
+            for pid in workers
+            if subprocess.run(["ps", "-p", pid], capture_output=True, check=False).returncode == 0
+        ]
+        if not alive:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"still running: {alive}")
+
+
+def test_without_the_package_a_line_names_the_file(monkeypatch):
+    monkeypatch.setattr("tasks.drawing.sandbox.monty", None)
+    with pytest.raises(InputError, match=r"pydantic-monty is missing, .*; pip install -r requirements-drawing\.txt"):
+        Sandbox()
+
+
+# Targets, words, programs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "sides", "row"),
+    [
+        ("9-vertical-lines", (9, 9), [1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        ("2-vertical-lines", (2, 2), [1, 2]),
+        ("4-squares", (4, 4), [1, 1, 3, 3]),
+        ("12-squares", (6, 8), [1, 1, 4, 4, 7, 7, 1, 1]),
+        ("16-squares", (8, 8), [1, 1, 5, 5, 9, 9, 4, 4]),
+        ("20-squares", (10, 8), [1, 1, 6, 6, 2, 2, 7, 7]),
+        ("25-squares", (10, 10), [1, 1, 6, 6, 2, 2, 7, 7, 3, 3]),
+    ],
+)
+def test_targets_by_name(name, sides, row):
+    target = read_target(name)
+    assert (len(target.wanted), len(target.wanted[0])) == sides
+    assert target.wanted[0] == target.wanted[1] == row
+    assert target.given == empty(*sides)
+
+
+def test_colors_of_squares_leave_out_the_background():
+    assert sorted({color for row in squares(25) for color in row}) == list(range(1, 10))
+    assert vertical_lines(4)[3] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["10-vertical-lines", "0-vertical-lines", "5-squares", "lines", "٣-vertical-lines"])
+def test_unknown_targets(name):
+    with pytest.raises(InputError, match=rf"^--target {name}: expected N-vertical-lines \(N 1 to 9\), N-squares"):
+        read_target(name)
+
+
+BAD_FILES = [
+    ("12\n1x\n", r"line 2: '1x', expected digits 0 to 9"),
+    ("12\n1٣\n", r"line 2: .*, expected digits 0 to 9"),
+    ("12\n123\n", "rows of several lengths"),
+    ("", "list, expected rows of colors"),
+    ("1" * 31, "1 rows of 31, expected 1 to 30"),
+    ("1\n" * 31, "31 rows of 1, expected 1 to 30"),
+    ("00\n00\n", "is empty, as the picture to start from is"),
+]
+
+
+@pytest.mark.parametrize(("content", "words"), BAD_FILES)
+def test_bad_target_files(tmp_path, content, words):
+    file = tmp_path / "target.txt"
+    file.write_text(content)
+    with pytest.raises(InputError, match=words) as caught:
+        read_target(str(file))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_target_from_a_file(tmp_path):
+    (tmp_path / "flag.txt").write_text("1 2 3\n\n123\n")
+    target = read_target(str(tmp_path / "flag.txt"))
+    assert (target.name, target.wanted) == ("flag", [[1, 2, 3], [1, 2, 3]])
+
+
+def test_the_prompt():
+    (message,) = messages(empty(2, 3), [[1, 2, 3], [4, 5, 6]], with_signatures=False)
+    assert message["content"].splitlines()[1:] == ["Input 2x3 of 0", "Output 2x3", "0 123", "1 456"]
+    (message,) = messages(empty(2, 3), empty(2, 3), with_signatures=True)
+    shown = [line for line in message["content"].splitlines() if line.startswith(("draw_", "create_", "flood_"))]
+    assert sorted(shown) == sorted(re.findall(r"^def (.*):$", FUNCTIONS, re.MULTILINE))
+    assert picture_text([[7]]) == "1x1 of 7"
+
+
+@pytest.mark.parametrize(
+    ("completion", "code"),
+    [
+        (reply("def task(img):\n    return img\n"), "def task(img):\n    return img\n"),
+        ("def task(img): pass", "def task(img): pass"),
+        ("Sure!\n```py\ndef task(img): pass\n```\nDone. ```def other(): pass```", "def task(img): pass\n"),
+        ("```\n```", ""),
+        ("", ""),
+    ],
+)
+def test_the_code_of_a_completion(completion, code):
+    assert code_of(completion) == code
+
+
+CLEANED = [
+    ("x = 4\ndraw_pixel(img, (0, 0), x)\ny = 2", "x = 4\n    draw_pixel(img, (0, 0), x)\n    return img"),
+    ("draw_pixel(img, (0, 0), 3)\ndraw_pixel(img, (0, 0), 4)", "draw_pixel(img, (0, 0), 4)\n    return img"),
+    (
+        "draw_vertical_line(img, 0, 1)\ndraw_vertical_line(img, 1, 2)",
+        "draw_vertical_line(img, 0, 1)\n    draw_vertical_line(img, 1, 2)\n    return img",
+    ),
+    (
+        "if True:\n    draw_pixel(img, (0, 0), 3)\nfor i in range(3):\n    pass",
+        "if True:\n        draw_pixel(img, (0, 0), 3)\n    return img",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "expected"), CLEANED)
+def test_statements_that_change_nothing_are_removed(sandbox, body, expected):
+    def draws(code):
+        return sandbox.run_all([code], empty(3, 3))[0].grid
+
+    code = "\n    ".join(["def task(img):", *body.splitlines(), "return img"]) + "\n"
+    found = cleaned(code, draws)
+    assert found == f"def task(img):\n    {expected}\n"
+    assert draws(found) == draws(code)
+
+
+@pytest.mark.parametrize(
+    ("grid", "share"),
+    [([[1, 2], [3, 4]], 1.0), ([[1, 0], [3, 0]], 0.5), ([[1, 2]], 0.0), (None, 0.0), (empty(2, 3), 0.0)],
+)
+def test_the_share_of_equal_pixels(grid, share):
+    assert share_of_equal_pixels(grid, [[1, 2], [3, 4]]) == share
+
+
+# The task ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_random_drawings_are_true(sandbox, seed):
+    drawings = RandomDrawings(sandbox, seed, show_functions=False)
+    prompts = set()
+    for prompt, (text,) in itertools.islice(drawings, 100):
+        assert drawings.is_solved(prompt, text)
+        assert not drawings.is_solved(prompt, "def task(img):\n    return img\n")
+        prompts.add(prompt[0]["content"])
+    assert len(prompts) > 80
+    assert drawings[3] == RandomDrawings(sandbox, seed, show_functions=False)[3]
+    assert drawings[3] != RandomDrawings(sandbox, seed + 1, show_functions=False)[3]
+
+
+def test_the_reward_and_what_it_logs(sandbox, tmp_path):
+    reward = PixelReward(read_target("2-vertical-lines"), sandbox, tmp_path / "found.json")
+    texts = [
+        reply("def task(img):\n    draw_vertical_line(img, 0, 1)\n    return img\n"),
+        "no program",
+        reply("def task(img):\n    while True:\n        pass\n"),
+        reply("def task(img):\n    draw_vertical_line(img, 0, 1)\n    draw_vertical_line(img, 1, 2)\n    return img\n"),
+    ]
+    logged = {}
+    state = type("State", (), {"global_step": 5})
+    assert reward(texts, trainer_state=state, log_metric=logged.__setitem__) == [0.5, 0.0, 0.0, 1.0]
+    assert logged["drawing/best"] == 1.0
+    assert logged["drawing/solved"] == logged["drawing/parse"] == logged["drawing/timeout"] == 0.25
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["share"], found["generation"]) == (1.0, 5 * 4 + 4)
+    assert "draw_vertical_line(img, 1, 2)" in found["code"]
+
+
+def test_the_best_program_is_kept(sandbox, tmp_path):
+    file, wanted = tmp_path / "found.json", [[1, 2]]
+    for number, grid in enumerate(([[1, 0]], [[0, 0]], [[0, 2]], [[1, 2]], [[1, 2]])):
+        code = f"def task(img):\n    return {grid}\n"
+        keep_best(file, scored([code], sandbox.run_all([code], [[0, 0]]), wanted), number)
+    assert json.loads(file.read_text())["generation"] == 4
+
+
+OPTIONS = (
+    "--task", "drawing", "--report_to", "none", "--dtype", "float32", "--max_steps", 2, "--save_steps", 1,
+    "--evaluate_steps", 1, "--per_device_train_batch_size", 4, "--num_generations", 4, "--warm_start_steps", 2,
+    "--warm_start_prompts", 2, "--samples_per_state", 2, "--max_completion_length", 16,
+)  # fmt: skip
+
+
+def test_a_run_on_a_tiny_model(answering_llama, tmp_path, capfd):
+    shared = tmp_path / "warm_start"
+    options = [*OPTIONS, "--model_name_or_path", answering_llama, "--warm_start_folder", shared]
+    argv = [*map(str, options), "--output_dir", str(tmp_path / "one"), "--target", "2-vertical-lines"]
+    assert train_script.main(argv) == 0
+    printed = capfd.readouterr().out
+    assert "2-vertical-lines, 2 x 2: share of equal pixels" in printed
+    assert "verdict: 2-vertical-lines not solved" in printed
+    assert [line["step"] for line in metrics_of(tmp_path / "one")] == [1, 2]
+    assert metrics_of(tmp_path / "one")[0]["drawing/best"] == 0.0
+    content = json.loads((tmp_path / "one/evaluation.json").read_text())
+    assert content["baselines"] == {"nothing drawn": 0.0, "one color (1)": 0.5}
+    assert (tmp_path / "one/policy.png").stat().st_size > 1000
+    # A second run of the seed stands on the same warm start
+    argv[argv.index("--output_dir") + 1] = str(tmp_path / "two")
+    assert train_script.main([*argv[:-1], "4-squares"]) == 0
+    assert f"warm start: taken from {shared / 'seed-0'}" in capfd.readouterr().out
+    # Another one's is refused
+    argv[argv.index("--output_dir") + 1] = str(tmp_path / "three")
+    with pytest.raises(InputError, match=r"--warm_start_folder .*: seed-0 was made with another model, other lessons"):
+        train_script.main([*argv, "--warm_start_steps", "3"])
+    # And it is judged again
+    assert evaluate_policy.main(["--policies", str(tmp_path / "one"), "constant:1"]) == 0
+    assert "constant:1" in capfd.readouterr().out
+
+
+def test_best_ends_a_run(answering_llama, tmp_path, monkeypatch):
+    monkeypatch.setattr(PixelReward, "__call__", lambda _self, completions, **_: [0.0, 1.0, 0.0, 0.0])
+    argv = [*map(str, OPTIONS), "--model_name_or_path", str(answering_llama), "--max_steps", "5"]
+    assert train_script.main([*argv, "--output_dir", str(tmp_path / "one"), "--warm_start", "never"]) == 0
+    assert len(metrics_of(tmp_path / "one")) == 1
+    more = ("--warm_start", "never", "--stop_when", "mean", "--max_steps", "2")
+    assert train_script.main([*argv, "--output_dir", str(tmp_path / "two"), *more]) == 0
+    assert len(metrics_of(tmp_path / "two")) == 2
