@@ -19,7 +19,7 @@ TABLE = {
         num_generations num_generations_eval steps_per_generation num_iterations eval_accumulation_steps
         torch_empty_cache_steps dataloader_prefetch_factor ddp_bucket_cap_mb ref_model_sync_steps pad_to_multiple_of
         vllm_tensor_parallel_size max_tool_calling_iterations num_completions_to_print
-        warm_start_steps warm_start_prompts lora_alpha iterations batches episodes_per_batch
+        warm_start_steps warm_start_prompts epochs samples lora_alpha iterations batches episodes_per_batch
         prompts completion_tokens accumulation rounds lakes batch
         n_envs n_epochs n_critic_updates cg_max_steps line_search_max_iter sub_sampling_factor hidden_sizes""",
     "[1, 10000000]": """
@@ -33,7 +33,7 @@ TABLE = {
     "[1, 65535]": "vllm_server_port vllm_group_port",
     "[0, 100000]": """
         random_maps test_maps test_questions dataloader_num_workers top_k warm_up retries
-        endpoint_retries history_best history_recent""",
+        endpoint_retries sure_samples history_best history_recent""",
     "[0, 10000]": "samples_per_state",
     "[0, 4294967295]": "seed seeds data_seed test_map_seed split_seed",  # numpy's seeds
     "[0, 1000000000]": "evaluate_steps warmup_steps eval_delay",
@@ -48,7 +48,7 @@ TABLE = {
     "[0, 1]": "gae_lambda min_p balance_actions wrong_states ref_model_mixup_alpha top_entropy_quantile",
     "[0, 1)": "adam_beta1 adam_beta2 lora_dropout label_smoothing_factor",
     "(0, 1000]": """
-        target_kl clip_range
+        target_kl clip_range sure_temperature
         temperature repetition_penalty delta epsilon_high sapo_temperature_neg sapo_temperature_pos vespo_k_pos
         vespo_lambda_pos vespo_k_neg vespo_lambda_neg""",
     "[0, 1000]": """

@@ -9,6 +9,7 @@ from trl import GRPOConfig, ModelConfig
 
 import evaluate_policy
 import search_policy
+import train_hindsight
 from llm_policy.command_line import parse_arguments
 from llm_policy.environments.expert_q import ExpertOptions
 from llm_policy.errors import InputError
@@ -21,7 +22,7 @@ from tasks import TASKS, task_module
 
 GROUPS = [
     ScriptArguments, GRPOConfig, ModelConfig, evaluate_policy.EvaluationArguments, search_policy.ScriptArguments,
-    ProposerSettings, SearchSettings, ExpertOptions, PolicyGradientArguments,
+    ProposerSettings, SearchSettings, ExpertOptions, PolicyGradientArguments, train_hindsight.HindsightArguments,
     *(module.Arguments for module in map(task_module, TASKS) if hasattr(module, "make_task")),
 ]  # fmt: skip
 OPTIONS = [(group, name) for group in GROUPS for name in ranges_of(group)]

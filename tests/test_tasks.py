@@ -70,7 +70,7 @@ def test_another_task_resumes_to_the_same_adapter(arithmetic, answering_llama, t
 BAD_INPUT = [
     (
         ("--task", "nonsense"),
-        "--task nonsense: expected one of frozen_lake, cliff_walking, taxi, riddles, piqa, arc, arithmetic",
+        "--task nonsense: expected one of frozen_lake, cliff_walking, taxi, riddles, piqa, drawing, arc, arithmetic",
     ),
     (("--objective", "expected"), "--objective expected: --task arithmetic knows no reward for every legal answer"),
     (("--reward_weights", "1", "1", "1"), "--reward_weights [1.0, 1.0, 1.0]: expected one for each of sum_reward, "),

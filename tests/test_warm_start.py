@@ -103,7 +103,7 @@ def test_same_seed_same_adapter_different_seed_different():
 @pytest.mark.parametrize("prompts_per_pass", [1, 2, 100])
 def test_the_passes_of_a_step_add_up_to_one(prompts_per_pass, monkeypatch):
     expected_report, expected = taught(max_steps=2, prompts_per_step=5)
-    monkeypatch.setattr(warm_start, "PROMPTS_PER_PASS", prompts_per_pass)
+    monkeypatch.setattr(warm_start, "REPLIES_PER_PASS", prompts_per_pass * len(ACTIONS))
     report, found = taught(max_steps=2, prompts_per_step=5)
     assert report["loss"] == pytest.approx(expected_report["loss"], rel=1e-3)
     for name in expected:

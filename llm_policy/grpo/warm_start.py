@@ -92,7 +92,8 @@ def warm_started(
     if processes.is_main():
         with written_whole(folder):
             student.save_pretrained(folder)
-            (folder / REPORT_FILE).write_text(json.dumps(report | {"made_from": made_from}) + "\n")
+            report["made_from"] = made_from
+            (folder / REPORT_FILE).write_text(json.dumps(report) + "\n")
     processes.wait_for_files(folder)
     return adapters.stood_on(student.unload(), folder), report
 

@@ -1,0 +1,257 @@
+"""Hindsight replay: what is taught, in which order, and train_hindsight.py on a tiny model."""
+
+import itertools
+import json
+import os
+import signal
+from dataclasses import replace
+
+import pytest
+import torch
+from test_train_script import metrics_of
+from tiny_policies import adapter_weights, add_random_adapter, random_policy, tokenizer_of
+
+pytest.importorskip("pydantic_monty", reason="requirements-drawing.txt")
+
+import train_hindsight
+from llm_policy import hindsight
+from llm_policy.chat import Reader
+from llm_policy.errors import EXIT_INTERRUPTED, InputError
+from llm_policy.hindsight import Attempt, HindsightLearner, HindsightSettings
+from tasks.drawing import task as drawing_task
+from tasks.drawing.sandbox import code_of
+from tasks.drawing.task import Arguments, make_task
+from tasks.drawing.words import messages, reply
+
+SETTINGS = HindsightSettings(
+    samples=4, temperature=0.9, sure_samples=2, sure_temperature=0.1, learning_rate=0.01, batch_size=2
+)
+QUESTION = [{"role": "user", "content": "Which?"}]
+
+
+def learner(attempts=lambda texts, _: [Attempt(0.0) for _ in texts]) -> HindsightLearner:
+    model = add_random_adapter(random_policy("llama"), r=4)
+    return HindsightLearner(model, Reader(tokenizer_of("llama"), 8), QUESTION, attempts, SETTINGS)
+
+
+def attempt(outcome, reward, text="x") -> Attempt:
+    return Attempt(reward, outcome, QUESTION, text)
+
+
+def test_the_shortest_of_equals_and_the_furthest_first():
+    taught = learner().lessons(
+        [
+            attempt("a", 0.9, "long"),
+            attempt("b", 0.1, "x"),
+            Attempt(0.0),
+            attempt("a", 0.9, "y"),
+            attempt("c", 0.5, "z"),
+        ]
+    )
+    assert [(lesson.outcome, lesson.reply) for lesson in taught] == [("b", "x"), ("c", "z"), ("a", "y")]
+
+
+def test_what_was_seen_is_not_taught_again():
+    pupil = learner()
+    assert len(pupil.lessons([attempt("a", 0.5)])) == 1
+    assert [lesson.outcome for lesson in pupil.lessons([attempt("a", 0.5), attempt("b", 0.2)])] == ["b"]
+
+
+def test_the_loss_falls_and_the_base_model_stays():
+    pupil = learner()
+    base = {name: p.clone() for name, p in pupil.model.named_parameters() if not p.requires_grad}
+    before = adapter_weights(pupil.model)
+    lessons = [attempt("a", 0.5, "yes"), attempt("b", 0.6, "no"), attempt("c", 0.7, "maybe")]
+    losses = [pupil.learn(lessons) for _ in range(8)]
+    assert losses[-1] < 0.7 * losses[0]
+    assert pupil.learn([]) == 0.0
+    assert all(torch.equal(p, base[name]) for name, p in pupil.model.named_parameters() if name in base)
+    after = adapter_weights(pupil.model)
+    assert any(not torch.equal(after[name], before[name]) for name in before)
+
+
+def test_samples_are_counted_and_some_are_sure():
+    pupil = learner()
+    torch.manual_seed(0)
+    texts = pupil.sample()
+    assert len(texts) == pupil.generations == 6
+    pupil.learn([attempt("a", 0.5, "yes")])
+    assert len(pupil.sample()) == 6
+    assert pupil.generations == 12
+
+
+def test_a_learner_comes_back(tmp_path):
+    one, other = learner(), learner()
+    torch.manual_seed(0)
+    one.sample()
+    one.lessons([attempt("a", 0.5)])
+    one.learn([attempt("a", 0.5, "yes")])
+    one.epoch = 3
+    one.save(tmp_path / "checkpoint-3", [], seconds=12.5)
+    expected = one.sample(), one.learn([attempt("b", 0.5, "no")])
+    assert other.restore(tmp_path / "checkpoint-3") == 12.5
+    assert (other.epoch, other.generations, other.seen) == (3, 6, {"a"})
+    assert (other.sample(), other.learn([attempt("b", 0.5, "no")])) == expected
+
+
+def test_a_weight_that_is_no_number_ends_the_run(monkeypatch):
+    pupil = learner()
+    monkeypatch.setattr(hindsight, "reply_loss", lambda model, *_: sum(p.sum() for p in model.parameters()) * torch.nan)
+    with pytest.raises(InputError, match=r"epoch 0: the weight .* is no number .*Lower --learning_rate"):
+        pupil.learn([attempt("a", 0.5)])
+
+
+# On drawings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def drawing(tmp_path):
+    def make(target):
+        script = train_hindsight.HindsightArguments(output_dir=str(tmp_path))
+        return make_task(Arguments(target=target), script, tokenizer_of("llama"))
+
+    return make
+
+
+def program(*calls) -> str:
+    return "\n    ".join(["def task(img):", *calls, "return img"]) + "\n"
+
+
+def test_what_was_drawn_becomes_the_task(drawing):
+    task = drawing("2-vertical-lines")
+    line = "draw_vertical_line(img, 1, 7)"
+    texts = [reply(program("x = 3", line)), reply(program()), "nothing", reply(program("img[0, 0] = 1"))]
+    attempts = task.attempts(texts, 0)
+    assert [a.reward for a in attempts] == [0.0, 0.0, 0.0, 0.25]
+    assert attempts[1].outcome is attempts[2].outcome is None, "an empty picture and a failure teach nothing"
+    assert attempts[0].prompt == messages([[0, 0], [0, 0]], [[0, 7], [0, 7]], with_signatures=False)
+    assert attempts[0].reply == reply(program(line))
+    for found in (attempts[0], attempts[3]):
+        ran = task.judge.sandbox.run_all([code_of(found.reply)], [[0, 0], [0, 0]])[0]
+        assert ran.grid == json.loads(found.outcome)
+
+
+class Scripted(HindsightLearner):
+    """Knows one function: draws each line that there is, later two at a time of those that were taught last."""
+
+    def __init__(self, task) -> None:
+        self.attempts, self.seen, self.epoch, self.generations = task.attempts, set(), 0, 0
+        self.lines = [f"draw_vertical_line(img, {x}, {color})" for x in range(2) for color in range(1, 10)]
+        self.per_program = 1
+
+    def sample(self):
+        texts = [reply(program(*lines)) for lines in itertools.combinations(self.lines, self.per_program)]
+        self.generations += len(texts)
+        return texts
+
+    def learn(self, lessons):
+        self.lines = [lesson.reply.splitlines()[2].strip() for lesson in lessons[-2:]]
+        self.per_program = 2
+        return 0.0
+
+    def save(self, *_):
+        pass
+
+
+def test_a_learner_that_knows_one_function_solves_two_lines_in_three_epochs(drawing, tmp_path):
+    task = drawing("2-vertical-lines")
+    script = train_hindsight.HindsightArguments(epochs=3, output_dir=str(tmp_path))
+    stop = train_hindsight.lifecycle.StopOnSignal(1)
+    pupil = Scripted(task)
+    train_hindsight.replay(pupil, task, script, tmp_path, None, stop, [])
+    assert pupil.epoch <= 3
+    assert [line["drawing/best"] for line in metrics_of(tmp_path)] == [0.5, 1.0]
+    assert json.loads((tmp_path / "found.json").read_text())["generation"] == 18 + 1
+
+
+# The script --------------------------------------------------------------------------------------------------------
+
+OPTIONS = (
+    "--target", "2-vertical-lines", "--dtype", "float32", "--epochs", 3, "--samples", 6, "--sure_samples", 2,
+    "--warm_start_steps", 2, "--warm_start_prompts", 2, "--samples_per_state", 2, "--max_completion_length", 16,
+)  # fmt: skip
+
+
+@pytest.fixture
+def lucky(monkeypatch):
+    """Whatever the tiny model writes, it has drawn something new, so that there are lessons."""
+
+    def attempts(texts, before):
+        return [
+            Attempt(0.1, f"{before + i}", messages([[0]], [[(before + i) % 9 + 1]], False), f"{text} {i}")
+            for i, text in enumerate(texts)
+        ]
+
+    monkeypatch.setattr(drawing_task, "make_task", lambda *given: replace(make_task(*given), attempts=attempts))
+
+
+def arguments_of(model, shared, output_dir, *more) -> list[str]:
+    folders = ["--model_name_or_path", model, "--warm_start_folder", shared, "--output_dir", output_dir]
+    return [*map(str, [*OPTIONS, *folders, *more])]
+
+
+def test_a_run_and_its_files(answering_llama, tmp_path, capfd):
+    argv = arguments_of(answering_llama, tmp_path / "shared", tmp_path / "run")
+    assert train_hindsight.main(argv) == 0
+    printed = capfd.readouterr().out
+    assert "epoch 3/3  best 0  mean 0  lessons 0" in printed
+    assert "verdict: 2-vertical-lines not solved" in printed
+    assert "(warm start 2 steps, hindsight 3 epochs)" in printed
+    assert [line["generations"] for line in metrics_of(tmp_path / "run")] == [8, 16, 24]
+    settings = json.loads((tmp_path / "run/run.json").read_text())
+    assert (settings["task"], settings["learner"], settings["seed"]) == ("drawing", "hindsight", 0)
+    assert (tmp_path / "run/policy.png").stat().st_size > 1000
+    # The same command again shows the result, and another one is refused
+    assert train_hindsight.main([*argv, "--resume_from_checkpoint", "auto"]) == 0
+    assert "holds a finished run" in capfd.readouterr().out
+    with pytest.raises(InputError, match="holds another run"):
+        train_hindsight.main(argv)
+    with pytest.raises(InputError, match=r"--samples 7: .* was begun with 6"):
+        train_hindsight.main([*argv, "--resume_from_checkpoint", "auto", "--samples", "7"])
+
+
+@pytest.mark.usefixtures("lucky")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_resumed_run_is_the_uninterrupted_one(answering_llama, tmp_path, capfd, monkeypatch, number):
+    def arguments(name, *more):
+        return arguments_of(answering_llama, tmp_path / "shared", tmp_path / name, *more)
+
+    assert train_hindsight.main(arguments("whole")) == 0
+    write = hindsight.HindsightLog.write
+
+    def interrupted(self, epoch, *rest):
+        write(self, epoch, *rest)
+        if epoch == 1:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(train_hindsight.HindsightLog, "write", interrupted)
+    with pytest.raises(SystemExit) as left:
+        train_hindsight.main(arguments("cut"))
+    assert left.value.code == EXIT_INTERRUPTED
+    assert "checkpoint of epoch 1 written; --resume_from_checkpoint auto resumes" in capfd.readouterr().out
+    monkeypatch.setattr(train_hindsight.HindsightLog, "write", write)
+    assert train_hindsight.main(arguments("cut", "--resume_from_checkpoint", "auto")) == 0
+    whole, cut = (tmp_path / name / "adapter_model.safetensors" for name in ("whole", "cut"))
+    assert whole.read_bytes() == cut.read_bytes()
+    assert (tmp_path / "whole/evaluation.json").read_text() == (tmp_path / "cut/evaluation.json").read_text()
+    one, other = ([line | {"seconds": 0} for line in metrics_of(tmp_path / name)] for name in ("whole", "cut"))
+    assert one == other
+    assert one[0]["lessons"] == 8
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--target", "10-squares"], "--target 10-squares: expected N-vertical-lines"),
+        (["--stop_when", "soon"], "--stop_when 'soon': expected one of best, never"),
+        (["--samples", "0"], "--samples 0: expected an integer of at least 1"),
+        (["--use_peft", "false"], "--use_peft false: what is trained and saved here is a LoRA adapter"),
+        (["--max_completion_length", "4000"], "exceed the model's context"),
+        (["--epoch", "3"], r"unknown arguments: --epoch 3 \(did you mean --epochs\?\)"),
+    ],
+)
+def test_bad_input_is_one_line(answering_llama, tmp_path, more, words):
+    with pytest.raises(InputError, match=words) as caught:
+        train_hindsight.main(arguments_of(answering_llama, tmp_path / "shared", tmp_path / "run", *more))
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
