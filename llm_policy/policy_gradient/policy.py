@@ -21,7 +21,7 @@ class StateReader:
         self.text_of, self.encoder = text_of, encoder
 
     def __call__(self, vectors_ND: torch.Tensor) -> torch.Tensor:
-        return self.encoder([self.text_of(vector) for vector in vectors_ND.cpu().numpy()])
+        return self.encoder.read([self.text_of(vector) for vector in vectors_ND.cpu().numpy()])
 
 
 class Networks(nn.Module):

@@ -64,7 +64,7 @@ class TextEncoder:
         if self.is_training:
             self._kept.clear()
 
-    def __call__(self, texts: Sequence[str]) -> torch.Tensor:
+    def read(self, texts: Sequence[str]) -> torch.Tensor:
         """Vectors (N, E). `InputError` for a text that is longer than the model can read."""
         different = list(dict.fromkeys(texts))
         row_of = {text: row for row, text in enumerate(different)}
