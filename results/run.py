@@ -47,6 +47,7 @@ SCRIPTS = {
     "train_script.py": (["--resume_from_checkpoint", "auto"], "configs/laptop.yaml"),
     "search_policy.py": ([], None),
     "train_policy_gradient.py": (["--resume_from_checkpoint", "auto"], None),
+    "train_hindsight.py": (["--resume_from_checkpoint", "auto"], "configs/drawing_hindsight.yaml"),
 }
 PLAIN_WORD = re.compile(r"[A-Za-z0-9_-]{1,100}")
 # What this script gives to the other one, or what would leave no result: option -> what to do instead
