@@ -155,7 +155,7 @@ def train(options: Options) -> int:
         stop.received_anywhere, resume is not None,
         lifecycle.warm_start_checksum(script, options.model, made_from["model"], task.lessons),
     )  # fmt: skip
-    stop.leave_if_received(f"during the warm start: {lifecycle.RESUME} begins it again")
+    stop.leave_if_received(f"during the warm start: {lifecycle.RESUME} goes on with it")
     if warm_start["steps"]:
         folders += [] if isinstance(model, PeftModel) else [warm_start_folder]
         stop.at_once = True

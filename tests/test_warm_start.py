@@ -225,10 +225,26 @@ def test_auto_teaches_what_is_not_well_formed_often_enough(validity, steps, tmp_
     assert (tmp_path / "warm_start").exists() == (steps > 0)
 
 
-def test_an_interrupted_one_leaves_nothing(tmp_path):
-    _, report = started(tmp_path / "warm_start", warm_start="always", should_stop=lambda: True)
-    assert report["steps"] == 1
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("harm", [None, "cut", "another"])
+def test_an_interrupted_one_goes_on(tmp_path, capsys, harm):
+    """To the same weights, byte for byte; without a file that can be used it begins again, to the same as well."""
+    whole, whole_report = started(tmp_path / "whole", warm_start="always", warm_start_steps=6)
+    asked = iter([False, True, True])
+    _, report = started(
+        tmp_path / "warm_start", warm_start="always", warm_start_steps=6, should_stop=lambda: next(asked)
+    )
+    assert report["steps"] == 2
+    left = tmp_path / "warm_start.partial"
+    assert not (tmp_path / "warm_start").exists()
+    if harm == "cut":
+        left.write_bytes(left.read_bytes()[:1000])
+    if harm == "another":
+        torch.save({"made_from": "another"}, left)
+    model, report = started(tmp_path / "warm_start", warm_start="always", warm_start_steps=6)
+    assert ("goes on after step 2" in capsys.readouterr().out) == (harm is None)
+    assert report == whole_report
+    assert torch.equal(model(IDS).logits, whole(IDS).logits)
+    assert not left.exists()
 
 
 def test_checkpoints_without_the_warm_start_that_they_stand_on(tmp_path):

@@ -9,6 +9,7 @@ Axes: N scored tokens.
 
 import json
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -86,6 +87,7 @@ def warm_started(
         threshold=script.warm_start_threshold,
         seed=seed,
         should_stop=should_stop,
+        unfinished=Unfinished(folder.with_name(f"{folder.name}.partial"), made_from),
     )
     if should_stop():
         return model, report
@@ -94,6 +96,7 @@ def warm_started(
             student.save_pretrained(folder)
             report["made_from"] = made_from
             (folder / REPORT_FILE).write_text(json.dumps(report) + "\n")
+        folder.with_name(f"{folder.name}.partial").unlink(missing_ok=True)
     processes.wait_for_files(folder)
     return adapters.stood_on(student.unload(), folder), report
 
@@ -123,6 +126,7 @@ def teach_format(
     threshold: float,
     seed: int,
     should_stop: Callable[[], bool] = lambda: False,
+    unfinished: "Unfinished | None" = None,
 ) -> dict[str, float]:
     """Fine-tune the adapter until `threshold` of sampled completions are well-formed, or for `max_steps`.
 
@@ -131,6 +135,7 @@ def teach_format(
         is_reply: as for `sampled_format_validity`.
         prompts_per_step: distinct prompts per step, each with all its replies.
         should_stop: asked after every step; True leaves early (the caller then throws the adapter away).
+        unfinished: where an interrupted call left off, and where this one leaves what it has.
 
     Returns:
         `steps`, `loss` (nats per token, last step) and `format_validity` (last sample).
@@ -144,12 +149,15 @@ def teach_format(
     device = next(model.parameters()).device
     prompts_per_pass = max(1, REPLIES_PER_PASS // len(lessons[0][1]))
     check_every = max(CHECK_EVERY_STEPS, max_steps // CHECKS)
+    if unfinished:
+        unfinished.take_up(model, optimizer, generator, report)
     model.train()
     # No total: it usually ends after five steps, and a bar that counts to `max_steps` would promise the longest case.
     what = f"warm start, at most {max_steps} steps"
-    progress = tqdm(desc=what, unit="step", disable=not processes.is_main())
+    progress = tqdm(desc=what, unit="step", disable=not processes.is_main(), initial=report["steps"])
     try:
-        for step in range(1, max_steps + 1):
+        last = max_steps if report["format_validity"] < threshold else 0  # killed between the last step and the end
+        for step in range(report["steps"] + 1, last + 1):
             order = torch.randperm(len(lessons), generator=generator)[:prompts_per_step].tolist()
             loss = torch.zeros((), device=device)
             chunks = range(0, len(order), prompts_per_pass)
@@ -170,18 +178,69 @@ def teach_format(
             report.update(steps=step, loss=loss.item())
             progress.update()
             progress.set_postfix(loss=f"{report['loss']:.3f}", well_formed=f"{report['format_validity']:.0%}")
-            if should_stop():
-                break
-            if step % check_every == 0 or step == max_steps:
-                report["format_validity"] = sampled_format_validity(model, reader, lessons, is_reply)
-                model.train()
-                if report["format_validity"] >= threshold:
+            is_due = step % check_every == 0 or step == max_steps
+            if (is_left := should_stop()) or is_due:
+                if is_due:
+                    report["format_validity"] = sampled_format_validity(model, reader, lessons, is_reply)
+                    model.train()
+                if unfinished:
+                    unfinished.keep(model, optimizer, generator, report)
+                if is_left or report["format_validity"] >= threshold:
                     break
     finally:
         progress.close()
         vars(base_model).pop("forward", None)  # the fused head closes over settings of this stage only
         give_memory_back()
     return report
+
+
+class Unfinished:
+    """A file with the state of a warm start that is under way; the main process writes it.
+
+    Args:
+        made_from: a file that was made from something else is left alone until it is written over.
+    """
+
+    def __init__(self, file: Path, made_from: str) -> None:
+        self.file, self.made_from = file, made_from
+
+    def keep(
+        self, model: PeftModel, optimizer: torch.optim.Optimizer, generator: torch.Generator, report: dict
+    ) -> None:
+        if not processes.is_main():
+            return
+        state = {
+            "made_from": self.made_from,
+            "weights": {name: p.detach() for name, p in model.named_parameters() if p.requires_grad},
+            "optimizer": optimizer.state_dict(),
+            "order": generator.get_state(),
+            "random": torch.get_rng_state(),
+            "report": report,
+        }
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        writing = self.file.with_name(f"{self.file.name}.partial")
+        torch.save(state, writing)
+        writing.replace(self.file)
+
+    def take_up(
+        self, model: PeftModel, optimizer: torch.optim.Optimizer, generator: torch.Generator, report: dict
+    ) -> None:
+        """Bring everything to where the file left it; nothing where there is none, or a damaged one."""
+        try:
+            state = torch.load(self.file, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError):
+            return
+        if state["made_from"] != self.made_from:
+            return
+        own = dict(model.named_parameters())
+        with torch.no_grad():
+            for name, values in state["weights"].items():
+                own[name].copy_(values)
+        optimizer.load_state_dict(state["optimizer"])
+        generator.set_state(state["order"])
+        torch.set_rng_state(state["random"])
+        report.update(state["report"])
+        print(f"warm start: goes on after step {report['steps']}", flush=True)
 
 
 def reply_loss(model: PeftModel, reader: Reader, batch: Sequence[tuple[Messages, str]]) -> torch.Tensor:
