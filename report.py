@@ -277,6 +277,8 @@ def played_by(folder: Path) -> list[dict]:
     for seed in finished_seeds(folder, ("evaluation.json", "run.json", "metrics.jsonl", "minutes.txt")):
         with whole(seed):
             evaluation, run = read_json(seed / "evaluation.json"), read_json(seed / "run.json")
+            command = read_text(folder / "command.txt")
+            budget = re.search(r"--max_episodes[ =](\d+)", command)
             is_exact = "success_at_horizon" in evaluation["policies"][0]
             rows = rows_by_name(evaluation, PolicyRow if is_exact else EpisodeRow, TRAINED)
             lines = [json.loads(line) for line in read_text(seed / "metrics.jsonl").splitlines()]
@@ -286,7 +288,8 @@ def played_by(folder: Path) -> list[dict]:
                     **{name: run[name] for name in ("env_id", "algorithm", "actor", "horizon_steps")},
                     "options": evaluation["env_options"],
                     "score": "success_at_horizon" if is_exact else "mean_return",
-                    "is_centered": not re.search(r"--center[ =]false", read_text(folder / "command.txt")),
+                    "is_centered": not re.search(r"--center[ =]false", command),
+                    "max_episodes": int(budget[1]) if budget else None,
                     "policies": rows,
                     "metrics": lines,
                     "minutes": read_minutes(seed),
@@ -833,8 +836,10 @@ def search_section(searches: Mapping[str, list[dict]], trained: Mapping[str, lis
     return markdown(headers, rows)
 
 
-def policy_gradient_section(results: Mapping[str, list[dict]], trained: Mapping[str, list[dict]]) -> str:
-    """Each environment: what looks at nothing, then each algorithm and actor; on the lake GRPO as well."""
+def policy_gradient_section(
+    results: Mapping[str, list[dict]], trained: Mapping[str, list[dict]], searches: Mapping[str, list[dict]]
+) -> str:
+    """Each environment: what looks at nothing, each algorithm and actor, searches; on the lake GRPO as well."""
     headers = (
         "environment", "policy", "seeds", "trained, greedy", "trained, sampled", "untrained", "steps", "episodes",
         "minutes", "steps per second", "date, commit",
@@ -869,6 +874,15 @@ def policy_gradient_section(results: Mapping[str, list[dict]], trained: Mapping[
                     made_by(seeds),
                 ]
             )
+        for name, seeds in searches.items():
+            if seeds[0]["env_id"] == first[0]["env_id"]:
+                own = [next(row for row in seed["policies"] if row["policy"] == seed["searched"]) for seed in seeds]
+                minutes = each(seeds, lambda seed: f"{seed['minutes']:.1f}")
+                played = listed([f"{row['episodes']:,}" for row in own])
+                label, score_of_search = link(seeds[0]["searched"], SEARCH, name), values(own, "value", decimals)
+                rows.append(
+                    [where, label, len(seeds), score_of_search, "", "", "", played, minutes, "", made_by(seeds)]
+                )
         if first[0]["env_id"] == "FrozenLake-v1" and SUMMARY_LAKE in trained:
             runs = trained[SUMMARY_LAKE]
             scores = [values([run["policies"][kind] for run in runs], score) for kind in (TRAINED, SAMPLED, UNTRAINED)]
@@ -880,7 +894,8 @@ def policy_gradient_section(results: Mapping[str, list[dict]], trained: Mapping[
 
 def _actor(seed: dict) -> str:
     """Algorithm and actor, in words."""
-    return f"{seed['algorithm'].upper()}, {seed['actor']}{'' if seed['is_centered'] else ', not centred'}"
+    budget = f", {seed['max_episodes']:,} episodes" if seed["max_episodes"] else ""
+    return f"{seed['algorithm'].upper()}, {seed['actor']}{'' if seed['is_centered'] else ', not centred'}{budget}"
 
 
 def _where(seed: dict) -> str:
@@ -1029,7 +1044,7 @@ def all_sections(results: Mapping[str, list[dict]]) -> dict[str, str]:
         "search": search_section(searches, results) if searches else None,
     }
     if played:
-        sections["policy_gradient"] = policy_gradient_section(played, results)
+        sections["policy_gradient"] = policy_gradient_section(played, results, searches)
     folders = [folder for folder in sorted((RESULTS / QUESTIONS).glob("*")) if folder.is_dir()]
     if questions := {folder.name: seeds for folder in folders if (seeds := asked_of(folder))}:
         sections["questions"] = questions_section(questions)
@@ -1147,7 +1162,8 @@ def write_episode_curves() -> None:
     """A policy gradient's return while it learns, against episodes, steps and minutes: a picture per environment."""
     by_environment: dict[str, dict[str, list[dict]]] = {}
     for seeds in policy_gradients().values():
-        by_environment.setdefault(seeds[0]["env_id"], {})[_actor(seeds[0])] = seeds
+        if not seeds[0]["max_episodes"]:  # those are beginnings of the others
+            by_environment.setdefault(seeds[0]["env_id"], {})[_actor(seeds[0])] = seeds
     axes = {
         "episodes": ("episodes", lambda line: line["episodes"]),
         "steps": ("steps in the environment", lambda line: line["step"]),

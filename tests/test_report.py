@@ -289,7 +289,11 @@ def test_policy_gradient_section(results):
     for seeds in trained.values():
         for seed in seeds:
             seed["policies"]["untrained, greedy"] = policy("untrained, greedy", 0.0, 0)
-    rows = [cells(row) for row in report.policy_gradient_section(report.policy_gradients(), trained).splitlines()[2:]]
+    found = {"policy": "ours", "value": 55.0, "episodes": 1200}
+    search = {"env_id": "CartPole-v1", "searched": "ours", "policies": [found], "minutes": 2.0}
+    search["made"] = trained["natural_slippery"][0]["made"]
+    section = report.policy_gradient_section(report.policy_gradients(), trained, {"search": [search]})
+    rows = [cells(row) for row in section.splitlines()[2:]]
     lake, pole = "FrozenLake-v1: success in 100 steps", "CartPole-v1: return"
     assert [row[:5] for row in rows] == [
         [lake, "optimal", "", "0.4000", ""],
@@ -304,8 +308,19 @@ def test_policy_gradient_section(results):
         ],
         [pole, "uniform random", "", "2.0", ""],
         [pole, "[PPO, mlp](results/policy_gradient/pole)", "1", "**60.0** (60.0)", "**50.0** (50.0)"],
+        [pole, "[ours](results/policy_search/search)", "1", "**55.0** (55.0)", ""],
     ]  # fmt: skip
     assert rows[2][5:] == ["**0.0500** (0.0500)", "1,000", "40", "0.5", "500", WHEN]
+
+
+def test_a_budget_of_episodes_is_named_and_no_curve_of_its_own(results):
+    scores = {"trained, greedy": 60.0, "trained, sampled": 50.0, "untrained, greedy": 9.0}
+    command = "python -- --max_episodes 1200\n"
+    write_played(results / "policy_gradient/short/seed-1", "mlp", scores, 500, "CartPole-v1", command)
+    played = report.policy_gradients()
+    assert "[PPO, mlp, 1,200 episodes](results/policy_gradient/short)" in report.policy_gradient_section(played, {}, {})
+    report.write_episode_curves()
+    assert not list((results.parent / "docs").glob("pictures/policy_gradient*"))
 
 
 def test_the_curves_of_episodes_are_drawn(results):
