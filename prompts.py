@@ -4,6 +4,7 @@ The prompt names what the original left out: where the agent stands (rows and co
 behaves, what the letters mean and what an answer looks like.
 """
 
+from collections import deque
 from collections.abc import Callable
 
 from llm_policy.chat import Messages
@@ -16,9 +17,6 @@ SYSTEM_PROMPT = (
 )
 SLIPPERY = "Slippery: you move as chosen or to either side of it, each with probability 1/3."
 NOT_SLIPPERY = "Not slippery: you always move as chosen."
-
-# Warm start and nothing else: what a well-formed reply looks like. It repeats the observation and names no action.
-THOUGHT = "I am at row {row}, column {column}."
 
 # The faults of the original's prompt in words of our own: the agent's place is nothing but a colour code, the ice is
 # not said to be slippery, and the three examples answer RIGHT, DOWN, DOWN where the expert goes LEFT, UP, LEFT
@@ -97,6 +95,37 @@ def _cell_name(grid: Grid, cell: Cell) -> str:
     return _LETTER_NAMES[grid[row][column]] if inside else "edge"
 
 
+CELL_NAMES = "0123456789abcdef"  # of rows and of columns, so that a cell's name is always two characters
+
+
+def named_position(grid: Grid, state: int) -> str:
+    """The agent's cell by its name."""
+    return f"You are at {cell_name(grid, _cell(grid, state))}."
+
+
+def named_cells(grid: Grid, state: int) -> str:
+    """The map, every cell behind its name: what lies there can be looked up and copied, without counting."""
+    rows = [
+        [f"{cell_name(grid, (r, c))}:{'A' if (r, c) == _cell(grid, state) else letter}" for c, letter in enumerate(row)]
+        for r, row in enumerate(grid)
+    ]
+    return "\n".join(map(" ".join, rows))
+
+
+def cell_name(grid: Grid, cell: Cell) -> str:
+    """Row and column, a character each. `InputError` for a map with more than 16 of either."""
+    if max(len(grid), len(grid[0])) > len(CELL_NAMES):
+        raise InputError(
+            f"a map of {len(grid)} x {len(grid[0])} cells: names are for {len(CELL_NAMES)} rows and columns at most; "
+            "use another --observation and --thought place, or smaller maps"
+        )
+    return CELL_NAMES[cell[0]] + CELL_NAMES[cell[1]]
+
+
+def _cell(grid: Grid, state: int) -> Cell:
+    return divmod(state, len(grid[0]))
+
+
 # A new observation is one entry: its parts, each on lines of its own.
 OBSERVATIONS = {
     "grid": (map_rows,),
@@ -104,6 +133,7 @@ OBSERVATIONS = {
     "neighbours": (position, map_rows, neighbours),
     "spaced": (position, spaced_rows, neighbours),
     "ways": (position, spaced_rows, neighbours_with_ways),
+    "cells": (named_position, named_cells),
     "original": (coloured_rows,),
 }
 
@@ -138,7 +168,81 @@ def policy_messages(grid: Grid, state: int, is_slippery: bool, observation: str 
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
-def format_example(grid: Grid, state: int, action: int) -> str:
-    """A well-formed reply for the warm start, whatever `action` is: it says where we are and takes it."""
-    row, column = divmod(state, len(grid[0]))
-    return f"<think>{THOUGHT.format(row=row, column=column)}</think><answer>{ACTIONS[action]}</answer>"
+# Thoughts: what the warm start teaches, (grid, row-major index of the agent's cell) -> text. All of it follows from the
+# map alone, names no action that would be better than another, and needs no more than the sentence before it and a look
+# at the map. `search` is as long as the way to the goal, the others are about 12, 35 and 90 tokens.
+
+
+def think_place(grid: Grid, state: int) -> str:
+    """Where the agent stands."""
+    row, column = _cell(grid, state)
+    return f"I am at row {row}, column {column}."
+
+
+def think_neighbours(grid: Grid, state: int) -> str:
+    """What lies around it: each cell by its name, then what it is."""
+    return ", ".join(f"{ACTIONS[i]} {_looked_up(grid, cell)}" for i, cell in enumerate(_next_to(grid, state))) + "."
+
+
+def think_ways(grid: Grid, state: int) -> str:
+    """The same, and behind each neighbour of ice what follows on the three other sides, and how often ice or goal."""
+    here, parts = _cell(grid, state), []
+    for action, cell in zip(ACTIONS, _next_to(grid, state), strict=True):
+        part = f"{action} {_looked_up(grid, cell)}"
+        if _cell_name(grid, cell) == "ice":
+            onward = [(cell[0] + down, cell[1] + right) for down, right in MOVES]
+            onward = [behind for behind in onward if behind != here]
+            count = sum(_cell_name(grid, behind) in ("ice", "goal") for behind in onward)
+            part += f" ({', '.join(_looked_up(grid, behind) for behind in onward)}) {count} on"
+        parts.append(part)
+    return ". ".join(parts) + "."
+
+
+def think_search(grid: Grid, state: int) -> str:
+    """Cells by their distance from the nearest goal, up to the agent's; behind one that lies beside a hole a `!`."""
+    goals = [(r, c) for r, row in enumerate(grid) for c, letter in enumerate(row) if letter == "G"]
+    distance_of, waiting = dict.fromkeys(goals, 0), deque(goals)
+    while waiting:
+        cell = waiting.popleft()
+        for down, right in MOVES:
+            behind = cell[0] + down, cell[1] + right
+            if behind not in distance_of and _cell_name(grid, behind) == "ice":
+                distance_of[behind] = distance_of[cell] + 1
+                waiting.append(behind)
+    last = distance_of.get(_cell(grid, state))
+    layers: dict[int, list[str]] = {}
+    for cell in sorted(distance_of):
+        if last is None or distance_of[cell] <= last:
+            beside = [(cell[0] + down, cell[1] + right) for down, right in MOVES]
+            mark = "!" if distance_of[cell] and any(_cell_name(grid, other) == "hole" for other in beside) else ""
+            layers.setdefault(distance_of[cell], []).append(f"{cell_name(grid, cell)}{mark}")
+    steps = [f"{number}: {' '.join(layers[number])}" for number in sorted(layers)]
+    return ". ".join(steps) + ("." if last is not None else ". No way.")
+
+
+def _next_to(grid: Grid, state: int) -> list[Cell]:
+    """The cells around the agent's, in the order of the actions; those beyond the edge as well."""
+    row, column = _cell(grid, state)
+    return [(row + down, column + right) for down, right in MOVES]
+
+
+def _looked_up(grid: Grid, cell: Cell) -> str:
+    """`12: ice`; what has no name lies outside."""
+    what = _cell_name(grid, cell)
+    return "out" if what == "edge" else f"{cell_name(grid, cell)}: {what}"
+
+
+# A new thought is one entry
+THOUGHTS = {"place": think_place, "neighbours": think_neighbours, "ways": think_ways, "search": think_search}
+
+
+def thought_text(grid: Grid, state: int, thought: str = "place") -> str:
+    """What is true of the agent's place and the map, in the words of `thought`."""
+    if thought not in THOUGHTS:
+        raise InputError(f"--thought {thought!r}: expected one of {', '.join(THOUGHTS)}")
+    return THOUGHTS[thought](grid, state)
+
+
+def format_example(grid: Grid, state: int, action: int, thought: str = "place") -> str:
+    """A well-formed reply for the warm start, whatever `action` is: it says what is so, and takes it."""
+    return f"<think>{thought_text(grid, state, thought)}</think><answer>{ACTIONS[action]}</answer>"

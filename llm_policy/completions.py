@@ -10,6 +10,7 @@ from dataclasses import dataclass
 # The whole completion: one thought, one answer, nothing outside. Neither part may hold a tag of its own.
 _TAGLESS = r"(?:(?!</?(?:think|answer)>).)*"
 _WELL_FORMED = re.compile(rf"\s*<think>({_TAGLESS})</think>\s*<answer>({_TAGLESS})</answer>\s*", re.DOTALL)
+_THOUGHT = re.compile(rf"<think>({_TAGLESS})</think>", re.DOTALL)
 _ANSWER = re.compile(rf"<answer>({_TAGLESS})</answer>", re.DOTALL)
 _LOOSELY_FORMED = re.compile(rf"<think>{_TAGLESS}</think>\s*<answer>{_TAGLESS}</answer>", re.DOTALL)
 
@@ -22,6 +23,7 @@ class ParsedCompletion:
         is_well_formed: exactly `<think>...</think>` and then `<answer>...</answer>`, with white space around at most.
         answer: the text of the only answer, without white space around it; None where there is none, or several.
         last_answer: that of the last one; None where there is none.
+        thought: the text of the first thought; empty where there is none.
         is_loosely_formed: a thought and then an answer in their tags, whatever stands around them.
     """
 
@@ -29,17 +31,18 @@ class ParsedCompletion:
     answer: str | None
     last_answer: str | None = None
     is_loosely_formed: bool = False
+    thought: str = ""
 
 
 def parse_completion(text: str) -> ParsedCompletion:
     """Read one completion.
 
-    >>> parse_completion("<think>The hole is on the right.</think><answer> LEFT</answer>")
-    ParsedCompletion(is_well_formed=True, answer='LEFT', last_answer='LEFT', is_loosely_formed=True)
+    >>> parse_completion("<think>A hole.</think><answer> LEFT</answer>")
+    ParsedCompletion(is_well_formed=True, answer='LEFT', last_answer='LEFT', is_loosely_formed=True, thought='A hole.')
     >>> parse_completion("I would go <answer>down</answer>")
-    ParsedCompletion(is_well_formed=False, answer='down', last_answer='down', is_loosely_formed=False)
+    ParsedCompletion(is_well_formed=False, answer='down', last_answer='down', is_loosely_formed=False, thought='')
     >>> parse_completion("<think>?</think><answer>LEFT</answer><answer>UP</answer>")
-    ParsedCompletion(is_well_formed=False, answer=None, last_answer='UP', is_loosely_formed=True)
+    ParsedCompletion(is_well_formed=False, answer=None, last_answer='UP', is_loosely_formed=True, thought='?')
     """
     answers = [answer.strip() for answer in _ANSWER.findall(text)]
     return ParsedCompletion(
@@ -47,6 +50,7 @@ def parse_completion(text: str) -> ParsedCompletion:
         answer=answers[0] if len(answers) == 1 else None,
         last_answer=answers[-1] if answers else None,
         is_loosely_formed=_LOOSELY_FORMED.search(text) is not None,
+        thought=found[1].strip() if (found := _THOUGHT.search(text)) else "",
     )
 
 

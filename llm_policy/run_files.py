@@ -241,6 +241,7 @@ class RunSettings(BaseModel, strict=True, extra="allow"):
     maps: list[str] = Field(default=[""], min_length=1)
     is_slippery: bool = True
     observation: str = ""
+    thought: str = "place"
     horizon_steps: PositiveInt | None = None
     max_completion_length: PositiveInt = 1
     dtype: str = ""

@@ -9,7 +9,7 @@ from trl import GRPOConfig
 from llm_policy.chat import Reader
 from llm_policy.environments.frozen_lake import FrozenLake, check_grid, grid_of, read_grid, shortest_path_policy
 from llm_policy.errors import InputError, check_choices
-from prompts import OBSERVATIONS, format_example, policy_messages
+from prompts import OBSERVATIONS, THOUGHTS, format_example, policy_messages
 from tasks import Task
 from tasks.tabular import ExpertArguments, TableJudge, Words, held_out, read_expert, table_task
 
@@ -22,18 +22,22 @@ class Arguments(ExpertArguments):
     observation: str = field(
         default="coordinates", metadata={"help": f"What the model sees: {', '.join(OBSERVATIONS)}."}
     )
+    thought: str = field(
+        default="place",
+        metadata={"help": f"What the warm start teaches it to think, from the map alone: {', '.join(THOUGHTS)}."},
+    )
     test_maps: int = field(default=0, metadata={"help": "Hold out so many of the CSV's maps to judge on."})
     test_map_seed: int = field(default=1, metadata={"help": "Seed of the draw of test maps."})
 
     def __post_init__(self) -> None:
-        check_choices(self, {"observation": tuple(OBSERVATIONS)})
+        check_choices(self, {"observation": tuple(OBSERVATIONS), "thought": tuple(THOUGHTS)})
         super().__post_init__()
 
 
-def lake_words(observation: str) -> Words:
+def lake_words(observation: str, thought: str = "place") -> Words:
     return Words(
         messages=lambda lake, state: policy_messages(lake.grid, state, lake.is_slippery, observation),
-        reply=lambda lake, state, action: format_example(lake.grid, state, action),
+        reply=lambda lake, state, action: format_example(lake.grid, state, action, thought),
     )
 
 
@@ -43,10 +47,10 @@ def make_task(arguments: Arguments, training: GRPOConfig, tokenizer: PreTrainedT
     expert, lakes = held_out(expert, arguments.test_maps, arguments.test_map_seed, arguments.expert_csv)
     if arguments.test_maps:
         print(f"{arguments.test_maps} maps held out, {len(expert)} states to train on")
-    words = lake_words(arguments.observation)
+    words = lake_words(arguments.observation, arguments.thought)
     reader = Reader(tokenizer, training.max_completion_length)
     shortest = {"shortest path": [shortest_path_policy(lake.grid) for lake in lakes]} if arguments.test_maps else {}
-    settings = settings_of(lakes, arguments.observation)
+    settings = settings_of(lakes, arguments.observation, arguments.thought)
     judge = TableJudge(lakes, words, reader, settings, arguments.episodes, training.seed, named_policies=shortest)
     return table_task(arguments, training, tokenizer, words, expert, judge, unseen=lakes if arguments.test_maps else ())
 
@@ -56,21 +60,23 @@ def make_judge(settings: Mapping, reader: Reader, episodes: int, seed: int) -> T
 
     Args:
         settings: `maps` (rows joined by "|") or `map` (a name or a file), `is_slippery`, `observation`,
-            `horizon_steps`.
+            `thought`, `horizon_steps`.
     """
     is_slippery = settings.get("is_slippery", True)
     grids = [check_grid(grid_of(rows), "run.json: maps") for rows in settings.get("maps", [])]
     grids = grids or [read_grid(settings.get("map") or "4x4")]
     lakes = [FrozenLake(grid, is_slippery) for grid in grids]
-    observation = settings.get("observation", "coordinates")
-    if observation not in OBSERVATIONS:
-        raise InputError(f"--observation {observation!r}: expected one of {', '.join(OBSERVATIONS)}")
+    observation, thought = settings.get("observation", "coordinates"), settings.get("thought", "place")
+    for name, value, known in (("observation", observation, OBSERVATIONS), ("thought", thought, THOUGHTS)):
+        if value not in known:
+            raise InputError(f"--{name} {value!r}: expected one of {', '.join(known)}")
     return TableJudge(
-        lakes, lake_words(observation), reader, settings_of(lakes, observation), episodes, seed,
+        lakes, lake_words(observation, thought), reader, settings_of(lakes, observation, thought), episodes, seed,
         settings.get("horizon_steps"),
     )  # fmt: skip
 
 
-def settings_of(lakes: list[FrozenLake], observation: str) -> dict:
+def settings_of(lakes: list[FrozenLake], observation: str, thought: str) -> dict:
     maps = [str(lake) for lake in lakes]
-    return {"maps": maps, "is_slippery": lakes[0].is_slippery, "observation": observation}
+    taught = {} if thought == "place" else {"thought": thought}  # as runs from before there was a choice
+    return {"maps": maps, "is_slippery": lakes[0].is_slippery, "observation": observation} | taught

@@ -33,7 +33,7 @@ from llm_policy.environments.pictures import policy_figure
 from llm_policy.environments.policy_table import best_actions, score_policy, uniform_policy
 from llm_policy.environments.table_environment import TableEnvironment
 from llm_policy.errors import InputError, check_choices
-from llm_policy.grpo.answers import answer_probabilities, greedy_answers, mean_answers
+from llm_policy.grpo.answers import answer_probabilities, answers_as_read, mean_answers, true_thoughts
 from llm_policy.grpo.diagnostics import Judgement
 from llm_policy.run_files import ROOT
 from llm_policy.tables import show
@@ -107,7 +107,8 @@ class TableJudge:
 
         A completion that names no action counts as a uniformly random one: the agent has to move somehow. With
         `samples` the thoughts are sampled and their answers exact (llm_policy/grpo/answers.py). `success_of_parts` then
-        holds the success within the limit by each quarter of the thoughts alone: how much is left to chance.
+        holds the success within the limit by each quarter of the thoughts alone: how much is left to chance. Without,
+        `true_thoughts` and `true_words` are the shares of thoughts that are as the warm start would teach them.
         """
         actions = self.environments[0].actions
         pairs = [(m, state) for m, environment in enumerate(self.environments) for state in environment.acting_states]
@@ -116,8 +117,11 @@ class TableJudge:
         if samples:
             rows_PGA, valid = answer_probabilities(self.reader, model, prompts, actions, samples, guesses)
         else:
-            rows_PGA, valid = greedy_answers(self.reader, model, prompts, actions, guesses)
+            texts = self.reader.completions(model, prompts, 0, guesses)
+            rows_PGA, valid = answers_as_read(texts, actions)
         found = {"policies": self._tables(pairs, mean_answers(rows_PGA)), "format_validity": valid}
+        if not samples:
+            found["true_thoughts"], found["true_words"] = true_thoughts(texts, guesses)
         if samples >= PARTS:
             parts = [mean_answers(part_PGA) for part_PGA in np.array_split(rows_PGA, PARTS, axis=1)]
             found["success_of_parts"] = [self._success_at_horizon(self._tables(pairs, rows_PA)) for rows_PA in parts]
@@ -174,7 +178,8 @@ class TableJudge:
                 "optimal_states": sum(score.optimal_states for score in scores),
                 "format_validity": answers["format_validity"],
                 "mutual_information": mutual_information(policies_SA, environments),
-            },
+            }
+            | {name: answers[name] for name in ("true_thoughts", "true_words") if name in answers},
             verdict=verdict,
             is_optimal=min(score.percent_of_optimal for score in scores) >= OPTIMAL_PERCENT,
             draw=draw,
@@ -204,7 +209,12 @@ class TableJudge:
             for name, answers in answers_of.items()
             if (parts := answers.get("success_of_parts"))
         ]
-        text = show(table, ceiling, *spreads)
+        thoughts = [
+            f"{name}: {answers['true_thoughts']:.1%} of thoughts are true, {answers['true_words']:.1%} of their words."
+            for name, answers in answers_of.items()
+            if "true_thoughts" in answers and "thought" in self.settings
+        ]
+        text = show(table, ceiling, *spreads, *thoughts)
         return Comparison(text, partial(save_evaluation, evaluated, self.environments, {"env_id": env_id} | about))
 
 

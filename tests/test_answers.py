@@ -8,7 +8,7 @@ from tiny_policies import ARCHITECTURE_NAMES, add_random_adapter, plain_scores, 
 from llm_policy.chat import Reader
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
 from llm_policy.grpo import answers, packing
-from llm_policy.grpo.answers import answer_probabilities, greedy_answers, mean_answers
+from llm_policy.grpo.answers import answer_probabilities, answers_as_read, mean_answers, true_thoughts
 from llm_policy.models import load_model, load_tokenizer
 from prompts import format_example, policy_messages
 
@@ -127,12 +127,23 @@ def test_the_passes_add_up_whatever_their_size(answering_llama, monkeypatch):
     assert not model.training
 
 
-def test_greedy_answers_are_one_hot_or_uniform():
-    texts = [f"{THOUGHT}right</answer>", "?"]
-    reader = says("llama", texts)
-    rows_PGA, valid = greedy_answers(reader, None, PROMPTS[:1], ACTIONS)
+def test_answers_as_read_are_one_hot_or_uniform():
+    rows_PGA, valid = answers_as_read([f"{THOUGHT}right</answer>", "?"], ACTIONS)
     assert rows_PGA[:, 0].tolist() == [[0, 0, 1, 0], [0.25] * 4]
     assert valid == 0.5
+
+
+def test_a_thought_is_true_word_by_word():
+    true = ["<think>ice left, hole right.</think><answer>UP</answer>"] * 4
+    said = [
+        "<think>ice left, hole right.</think><answer>DOWN</answer>",
+        "<think>ice left, ice right.</think><answer>UP</answer>",
+        "<think>ice left, hole right. And more.</think><answer>UP</answer>",
+        "no thought",
+    ]
+    whole, words = true_thoughts(said, true)
+    assert whole == 0.25
+    assert words == pytest.approx((1 + 0.75 + 1 + 0) / 4)
 
 
 OTHERWISE = {

@@ -5,7 +5,7 @@ import pytest
 from llm_policy.completions import action_index, parse_completion
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
 from llm_policy.errors import InputError
-from prompts import OBSERVATIONS, format_example, observation_text, policy_messages
+from prompts import OBSERVATIONS, THOUGHTS, format_example, observation_text, policy_messages, thought_text
 
 GRID = CANONICAL_GRIDS["4x4"]  # SFFF FHFH FFFH HFFG
 
@@ -35,6 +35,54 @@ NEIGHBOURS = [
 @pytest.mark.parametrize(("state", "line"), NEIGHBOURS)
 def test_neighbours(state, line):
     assert observation_text(GRID, state, "neighbours").splitlines()[-1] == line
+
+
+def test_cells_have_names():
+    text = observation_text(("SFHF", "FFFH"), 5, "cells")
+    assert text == "You are at 11.\n00:S 01:F 02:H 03:F\n10:F 11:A 12:F 13:H"
+    large = ("S" + "F" * 15, *["F" * 16] * 14, "F" * 15 + "G")
+    assert observation_text(large, 16 * 11 + 13, "cells").splitlines()[0] == "You are at bd."
+    with pytest.raises(InputError, match="a map of 2 x 17 cells: names are for 16 rows and columns at most"):
+        observation_text(("S" * 17, "G" * 17), 0, "cells")
+
+
+THINKING = [
+    ("place", GRID, 6, "I am at row 1, column 2."),
+    ("neighbours", GRID, 6, "LEFT 11: hole, DOWN 22: ice, RIGHT 13: hole, UP 02: ice."),
+    ("neighbours", GRID, 14, "LEFT 31: ice, DOWN out, RIGHT 33: goal, UP 22: ice."),
+    (
+        "ways", GRID, 4,
+        "LEFT out. DOWN 20: ice (out, 30: hole, 21: ice) 1 on. RIGHT 11: hole. UP 00: ice (out, 01: ice, out) 1 on.",
+    ),
+    (
+        "ways", GRID, 14,
+        "LEFT 31: ice (30: hole, out, 21: ice) 1 on. DOWN out. RIGHT 33: goal. "
+        "UP 22: ice (21: ice, 23: hole, 12: ice) 2 on.",
+    ),
+    ("search", GRID, 14, "0: 33. 1: 32."),
+    ("search", GRID, 6, "0: 33. 1: 32. 2: 22! 31!. 3: 12! 21!."),
+    ("search", ("SHG", "FHF"), 3, "0: 02. 1: 12!. No way."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("thought", "grid", "state", "text"), THINKING)
+def test_thoughts_say_what_is_so(thought, grid, state, text):
+    assert thought_text(grid, state, thought) == text
+
+
+@pytest.mark.parametrize("thought", THOUGHTS)
+def test_a_thought_is_the_same_whatever_is_answered(thought):
+    """No action is preferred, and the reply is read as it was meant."""
+    for state in acting_states(GRID):
+        parsed = [parse_completion(format_example(GRID, state, action, thought)) for action in range(len(ACTIONS))]
+        assert {p.thought for p in parsed} == {thought_text(GRID, state, thought)}
+        assert [action_index(p.answer, ACTIONS) for p in parsed] == [0, 1, 2, 3]
+        assert all(p.is_well_formed for p in parsed)
+
+
+def test_an_unknown_thought():
+    with pytest.raises(InputError, match="--thought 'deep': expected one of place, neighbours, ways, search"):
+        thought_text(GRID, 0, "deep")
 
 
 def test_spaced_is_neighbours_with_cells_apart():

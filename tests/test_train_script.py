@@ -577,7 +577,7 @@ BAD_INPUT = [
     (["--form_coef", "-1"], "--form_coef -1: expected a number of at least 0"),
     (["--observation", "pixels"], "--observation 'pixels': expected one of grid, coordinates, neighbours"),
     (["--warm_start", "sometimes"], "--warm_start 'sometimes': expected one of auto, always, never"),
-    (["--stop_when", "bored"], "--stop_when 'bored': expected one of optimal, collapsed, either, never"),
+    (["--stop_when", "bored"], "--stop_when 'bored': expected one of optimal, collapsed, either, best, mean, never"),
     (["--check", "maybe"], "--check 'maybe': expected one of stop, warn, only"),
     (["--balance_actions", "1.5"], "--balance_actions 1.5: expected a number of at least 0, at most 1"),
     (["--test_maps", "-1"], "--test_maps -1: expected an integer of at least 0"),

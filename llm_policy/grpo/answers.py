@@ -42,7 +42,7 @@ def answer_probabilities(
     Returns:
         Weights (P, G, A) of the actions, to be averaged over samples and then normalised (`mean_answers`): the exact
         probabilities of the actions in the prompt's spelling behind each sampled thought, and, where a sample says
-        something else, what `greedy_answers` would make of it (another spelling is an action, too; what is none counts
+        something else, what `answers_as_read` would make of it (another spelling is an action, too; what is none counts
         as uniformly random, because an agent has to move somehow). Both together are an unbiased estimate. With
         guesses: the exact probabilities of the guessed thought with each action, and for what they leave of 1 the
         weights of the samples that say something else, or a uniformly random action where none does.
@@ -80,16 +80,23 @@ def answer_probabilities(
     return exact_PA[:, None] + left_P[:, None, None] * rest_PGA, _valid_share(texts, actions)
 
 
-def greedy_answers(
-    reader: Reader,
-    model: PreTrainedModel,
-    prompts: Sequence[Messages],
-    actions: Sequence[str],
-    guesses: Sequence[str] | None = None,
-) -> tuple[np.ndarray, float]:
-    """The greedy completion of each prompt, in the form of `answer_probabilities`: (P, 1, A), one-hot or uniform."""
-    texts = reader.completions(model, prompts, 0, guesses)
+def answers_as_read(texts: Sequence[str], actions: Sequence[str]) -> tuple[np.ndarray, float]:
+    """One completion of each prompt, in the form of `answer_probabilities`: (P, 1, A), one-hot or uniform."""
     return np.array([_as_read(text, actions) for text in texts])[:, None], _valid_share(texts, actions)
+
+
+def true_thoughts(texts: Sequence[str], true: Sequence[str]) -> tuple[float, float]:
+    """Share of the completions whose thought is that of the true one, and share of its words, in [0, 1].
+
+    >>> true_thoughts(["<think>a hole left</think><answer>UP</answer>"], ["<think>a hole right</think>"])
+    (0.0, 0.6666666666666666)
+    """
+    pairs = [
+        (parse_completion(text).thought.split(), parse_completion(expected).thought.split())
+        for text, expected in zip(texts, true, strict=True)
+    ]
+    words = [sum(a == b for a, b in zip(said, expected, strict=False)) / len(expected) for said, expected in pairs]
+    return sum(said == expected for said, expected in pairs) / len(pairs), sum(words) / len(words)
 
 
 def mean_answers(weights_PGA: np.ndarray) -> np.ndarray:
