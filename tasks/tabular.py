@@ -229,6 +229,7 @@ def table_task(
     expert: pd.DataFrame,
     judge: TableJudge,
     unseen: Sequence[TableEnvironment] = (),
+    thoughts_count: bool = False,
 ) -> Task:
     """A task from the expert's table.
 
@@ -236,6 +237,7 @@ def table_task(
         expert: from `read_expert_csv`, one row per state to train on.
         judge: of the maps of the last table.
         unseen: maps that training must not show.
+        thoughts_count: the warm start goes on until the thoughts are true, and not only well-formed.
     """
     actions = expert["environment"].iloc[0].actions
     shaping = RewardShaping(arguments.reward_shape, arguments.optimal_bonus, arguments.cap_bonus)
@@ -261,6 +263,12 @@ def table_task(
             "reward/optimal policy": float(rewards_PA.max(axis=1).mean()),
         }
 
+    is_tagged = tagged(lambda answer: action_index(answer, actions) is not None)
+    true_of = {_key(words.messages(*state)): words.reply(*state, 0) for state in states} if thoughts_count else {}
+
+    def is_reply(prompt: Messages, text: str) -> bool:
+        return is_tagged(prompt, text) and (not true_of or true_thoughts([text], [true_of[_key(prompt)]])[0] == 1)
+
     longest_name = max(range(len(actions)), key=lambda action: len(actions[action]))
 
     def findings(context_tokens: int) -> list[Finding]:
@@ -277,7 +285,7 @@ def table_task(
         reward_functions=reward_functions(shaping, actions),
         judge=judge,
         judge_between=replace(judge, environments=judge.environments[:MAPS_JUDGED]),
-        is_reply=tagged(lambda answer: action_index(answer, actions) is not None),
+        is_reply=is_reply,
         actions=actions,
         action_rewards=action_rewards,
         lessons=[
@@ -290,6 +298,10 @@ def table_task(
         source=all_rows,
         lint=findings,
     )
+
+
+def _key(prompt: Messages) -> str:
+    return "\n".join(turn["content"] for turn in prompt)
 
 
 @dataclass

@@ -114,6 +114,19 @@ def test_without_a_balanced_share_each_state_stands_once(tmp_path):
     assert column(rows, "state") == list(read_expert_csv(CSV, FrozenLake)["state"])
 
 
+@pytest.mark.parametrize("thought", ["place", "search"])
+def test_a_thought_that_looks_has_to_be_true(thought, tmp_path):
+    """Under `place` the form is enough, as ever."""
+    training = GRPOConfig(output_dir=str(tmp_path), bf16=False, fp16=False)
+    arguments = tasks.frozen_lake.Arguments(expert_csv=str(CSV), observation="cells", thought=thought)
+    task = tasks.frozen_lake.make_task(arguments, training, tiny_tokenizer("llama", 384, False))
+    (prompt, replies), (_, others) = task.lessons[:2]
+    assert all(task.is_reply(prompt, text) for text in replies)
+    assert task.is_reply(prompt, others[0]) == (thought == "place")
+    assert not task.is_reply(prompt, replies[0].replace("<answer>", "<answer>NORTH"))
+    assert ("thought" in task.judge.settings) == (thought == "search")
+
+
 # The exact expert --------------------------------------------------------------------------------------------------
 
 
