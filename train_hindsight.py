@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from peft import PeftModel
 from transformers import set_seed
 from trl import ModelConfig
@@ -203,18 +204,22 @@ def replay(
     stop: lifecycle.StopOnSignal, stands_on: Sequence[Path],
 ) -> None:  # fmt: skip
     """Epochs until one program is perfect (`--stop_when`), `--epochs` are over, or a signal comes."""
-    seconds, is_solved = 0.0, False
+    seconds = 0.0
     if resume:
         supersede(resume)
         seconds = learner.restore(resume)
     log = HindsightLog(folder, learner.epoch, seconds)
-    while learner.epoch < script.epochs and not is_solved:
+
+    def is_solved() -> bool:
+        return script.stop_when == "best" and learner.best >= task.full_reward
+
+    while learner.epoch < script.epochs and not is_solved():
         before = learner.generations
         attempts = learner.attempts(learner.sample(), before)
         learner.epoch += 1
         best = max(attempt.reward for attempt in attempts)
-        is_solved = script.stop_when == "best" and best >= task.full_reward
-        lessons = [] if is_solved else learner.lessons(attempts)
+        learner.best = max(learner.best, best)
+        lessons = [] if is_solved() else learner.lessons(attempts)
         loss = learner.learn(lessons)
         mean = sum(attempt.reward for attempt in attempts) / len(attempts)
         metrics = {
@@ -231,9 +236,7 @@ def replay(
         stop.leave_if_received(f"checkpoint of epoch {learner.epoch} written; {lifecycle.RESUME} resumes from it")
 
 
-def device_of_this_machine():
-    import torch
-
+def device_of_this_machine() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

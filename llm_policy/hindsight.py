@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
+from torch.utils.tensorboard import SummaryWriter
 from trl.trainer.utils import add_fused_lm_head
 
 from llm_policy.chat import Messages, Reader, sampling_config
@@ -77,6 +78,7 @@ class HindsightLearner:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=settings.learning_rate, weight_decay=0.0)
         self.seen: set[str] = set()
         self.epoch = self.generations = 0
+        self.best = 0.0  # reward so far
         self._merged: MergedCopy | None = None
 
     def sample(self) -> list[str]:
@@ -145,6 +147,7 @@ class HindsightLearner:
             "random": torch.get_rng_state(),
             "seen": sorted(self.seen),
             "epoch": self.epoch,
+            "best": self.best,
             "generations": self.generations,
             "seconds": seconds,
         }
@@ -164,6 +167,7 @@ class HindsightLearner:
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
         self.seen, self.epoch, self.generations = set(state["seen"]), state["epoch"], state["generations"]
+        self.best = state["best"]
         return state["seconds"]
 
 
@@ -171,8 +175,6 @@ class HindsightLog:
     """metrics.jsonl, TensorBoard, and a line per epoch."""
 
     def __init__(self, folder: Path, epoch: int, seconds: float) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         self.file, self.seconds_before, self.started = folder / METRICS_FILE, seconds, time.perf_counter()
         cut_back(self.file, epoch)
         self.writer = SummaryWriter(str(folder / "runs"))

@@ -135,7 +135,7 @@ class Scripted(HindsightLearner):
     """Knows one function: draws each line that there is, later two at a time of those that were taught last."""
 
     def __init__(self, task) -> None:
-        self.attempts, self.seen, self.epoch, self.generations = task.attempts, set(), 0, 0
+        self.attempts, self.seen, self.epoch, self.generations, self.best = task.attempts, set(), 0, 0, 0.0
         self.lines = [f"draw_vertical_line(img, {x}, {color})" for x in range(2) for color in range(1, 10)]
         self.per_program = 1
 
@@ -237,6 +237,20 @@ def test_a_resumed_run_is_the_uninterrupted_one(answering_llama, tmp_path, capfd
     one, other = ([line | {"seconds": 0} for line in metrics_of(tmp_path / name)] for name in ("whole", "cut"))
     assert one == other
     assert one[0]["lessons"] == 8
+
+
+def test_a_run_that_was_solved_and_then_killed_is_only_judged(answering_llama, tmp_path, monkeypatch):
+    def attempts(texts, before):
+        return [Attempt(1.0 if before else 0.0) for _ in texts]  # in the second epoch
+
+    monkeypatch.setattr(drawing_task, "make_task", lambda *given: replace(make_task(*given), attempts=attempts))
+    argv = arguments_of(answering_llama, tmp_path / "shared", tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(train_hindsight, "load_model", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train_hindsight.main(argv)
+    assert train_hindsight.main([*argv, "--resume_from_checkpoint", "auto"]) == 0
+    assert [line["drawing/best"] for line in metrics_of(tmp_path / "run")] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(
