@@ -24,7 +24,7 @@ class Arguments(ExpertArguments):
     )
     thought: str = field(
         default="place",
-        metadata={"help": f"What the warm start teaches it to think, from the map alone: {', '.join(THOUGHTS)}."},
+        metadata={"help": f"What the warm start teaches it to think: {', '.join(THOUGHTS)}."},
     )
     test_maps: int = field(default=0, metadata={"help": "Hold out so many of the CSV's maps to judge on."})
     test_map_seed: int = field(default=1, metadata={"help": "Seed of the draw of test maps."})

@@ -4,6 +4,7 @@ import os
 import re
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from typing import ClassVar
 
 import torch
 from peft import TaskType
@@ -57,6 +58,10 @@ LENGTH = ("max_steps", "num_train_epochs", "evaluate_steps", "stop_when", "sampl
 @dataclass
 class WarmStartArguments:
     """What is taught before anything is learnt."""
+
+    rare: ClassVar[tuple[str, ...]] = (
+        "warm_start_prompts", "warm_start_learning_rate", "warm_start_threshold", "warm_start_folder",
+    )  # fmt: skip
 
     warm_start: str = field(default="auto", metadata={"help": "Teach the form first: auto, always or never."})
     warm_start_steps: int = field(default=60, metadata={"help": "At most so many steps of it."})

@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,27 +90,57 @@ def read_picture(file: Path) -> Grid:
 
 SIDES = (2, 6)
 MOST_CALLS = 3
+FAMILIES = {"vertical": 6, "horizontal": 3, "rectangle": 6, "pixel": 2, "any": 3}  # how often
 
 
 def random_program(seed: str) -> tuple[str, tuple[int, int]]:
-    """A program of one to three calls of the drawing functions, and the sides of the picture that it is for."""
+    """A program of one to three calls of the drawing functions, and the sides of the picture that it is for.
+
+    Most programs call one function, in order of the columns and then of the rows, and nothing is drawn over: such a
+    program can be told from its picture.
+    """
     draw = random.Random(seed)
     height, width = draw.randint(*SIDES), draw.randint(*SIDES)
+    count = draw.randint(1, MOST_CALLS)
+    (family,) = draw.choices(list(FAMILIES), list(FAMILIES.values()))
+    columns, rows = range(width), range(height)
+    places = [(row, column) for column in columns for row in rows]
 
-    def point() -> str:
-        return f"({draw.randrange(height)}, {draw.randrange(width)})"
+    def color() -> int:
+        return draw.randint(1, COLORS - 1)
 
-    def call() -> str:
-        color = draw.randint(1, COLORS - 1)
-        kind = draw.choice(("horizontal", "vertical", "vertical", "rectangle", "rectangle", "line", "pixel", "fill"))
-        return {
-            "horizontal": f"draw_horizontal_line(img, {draw.randrange(height)}, {color})",
-            "vertical": f"draw_vertical_line(img, {draw.randrange(width)}, {color})",
-            "rectangle": f"draw_rectangle(img, {point()}, {point()}, {color})",
-            "line": f"draw_line(img, {point()}, {point()}, {color})",
-            "pixel": f"draw_pixel(img, {point()}, {color})",
-            "fill": f"flood_fill(img, {point()}, {color})",
-        }[kind]
+    def some(things: Sequence) -> list:
+        return [things[i] for i in sorted(draw.sample(range(len(things)), min(count, len(things))))]
 
-    calls = [call() for _ in range(draw.randint(1, MOST_CALLS))]
+    if family == "vertical":
+        calls = [f"draw_vertical_line(img, {column}, {color()})" for column in some(columns)]
+    elif family == "horizontal":
+        calls = [f"draw_horizontal_line(img, {row}, {color()})" for row in some(rows)]
+    elif family == "pixel":
+        calls = [f"draw_pixel(img, {place}, {color()})" for place in some(places)]
+    elif family == "rectangle":
+        calls = [f"draw_rectangle(img, {one}, {other}, {color()})" for one, other in _apart(draw, places, count)]
+    else:
+        one, other = draw.choice(places), draw.choice(places)
+        more = [f"draw_vertical_line(img, {draw.choice(columns)}, {color()})"] * draw.randint(0, 1)
+        last = draw.choice((f"draw_line(img, {one}, {other}, {color()})", f"flood_fill(img, {one}, {color()})"))
+        calls = [*more, last]
     return "\n    ".join(["def task(img):", *calls, "return img"]) + "\n", (height, width)
+
+
+Point = tuple[int, int]
+
+
+def _apart(draw: random.Random, places: Sequence[Point], count: int) -> list[tuple[Point, Point]]:
+    """Corners (top left, bottom right) of up to `count` rectangles that do not touch each other's pixels, in order."""
+    found: list[tuple[Point, Point]] = []
+    for _ in range(4 * count):
+        (y, x), (y2, x2) = draw.choice(places), draw.choice(places)
+        one, other = (min(y, y2), min(x, x2)), (max(y, y2), max(x, x2))
+        is_free = all(
+            other[0] < top or bottom < one[0] or other[1] < left or right < one[1]
+            for (top, left), (bottom, right) in found
+        )
+        if is_free and len(found) < count:
+            found.append((one, other))
+    return sorted(found, key=lambda corners: corners[0][::-1])
