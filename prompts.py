@@ -4,11 +4,12 @@ The prompt names what the original left out: where the agent stands (rows and co
 behaves, what the letters mean and what an answer looks like.
 """
 
-from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+
 from llm_policy.chat import Messages
-from llm_policy.environments.frozen_lake import ACTIONS, MOVES, Cell, Grid, grid_text
+from llm_policy.environments.frozen_lake import ACTIONS, MOVES, Cell, Grid, goal_distances, grid_text
 from llm_policy.errors import InputError
 
 SYSTEM_PROMPT = (
@@ -181,17 +182,17 @@ def think_place(grid: Grid, state: int) -> str:
 
 def think_neighbours(grid: Grid, state: int) -> str:
     """What lies around it: each cell by its name, then what it is."""
-    return ", ".join(f"{ACTIONS[i]} {_looked_up(grid, cell)}" for i, cell in enumerate(_next_to(grid, state))) + "."
+    cells = zip(ACTIONS, _beside(_cell(grid, state)), strict=True)
+    return ", ".join(f"{action} {_looked_up(grid, cell)}" for action, cell in cells) + "."
 
 
 def think_ways(grid: Grid, state: int) -> str:
     """The same, and behind each neighbour of ice what follows on the three other sides, and how often ice or goal."""
     here, parts = _cell(grid, state), []
-    for action, cell in zip(ACTIONS, _next_to(grid, state), strict=True):
+    for action, cell in zip(ACTIONS, _beside(here), strict=True):
         part = f"{action} {_looked_up(grid, cell)}"
         if _cell_name(grid, cell) == "ice":
-            onward = [(cell[0] + down, cell[1] + right) for down, right in MOVES]
-            onward = [behind for behind in onward if behind != here]
+            onward = [behind for behind in _beside(cell) if behind != here]
             count = sum(_cell_name(grid, behind) in ("ice", "goal") for behind in onward)
             part += f" ({', '.join(_looked_up(grid, behind) for behind in onward)}) {count} on"
         parts.append(part)
@@ -200,30 +201,20 @@ def think_ways(grid: Grid, state: int) -> str:
 
 def think_search(grid: Grid, state: int) -> str:
     """Cells by their distance from the nearest goal, up to the agent's; behind one that lies beside a hole a `!`."""
-    goals = [(r, c) for r, row in enumerate(grid) for c, letter in enumerate(row) if letter == "G"]
-    distance_of, waiting = dict.fromkeys(goals, 0), deque(goals)
-    while waiting:
-        cell = waiting.popleft()
-        for down, right in MOVES:
-            behind = cell[0] + down, cell[1] + right
-            if behind not in distance_of and _cell_name(grid, behind) == "ice":
-                distance_of[behind] = distance_of[cell] + 1
-                waiting.append(behind)
-    last = distance_of.get(_cell(grid, state))
+    distance_S = goal_distances(grid)
     layers: dict[int, list[str]] = {}
-    for cell in sorted(distance_of):
-        if last is None or distance_of[cell] <= last:
-            beside = [(cell[0] + down, cell[1] + right) for down, right in MOVES]
-            mark = "!" if distance_of[cell] and any(_cell_name(grid, other) == "hole" for other in beside) else ""
-            layers.setdefault(distance_of[cell], []).append(f"{cell_name(grid, cell)}{mark}")
+    for other, distance in enumerate(distance_S):
+        if np.isfinite(distance) and distance <= distance_S[state]:
+            cell = _cell(grid, other)
+            is_near_hole = distance > 0 and any(_cell_name(grid, near) == "hole" for near in _beside(cell))
+            layers.setdefault(int(distance), []).append(cell_name(grid, cell) + ("!" if is_near_hole else ""))
     steps = [f"{number}: {' '.join(layers[number])}" for number in sorted(layers)]
-    return ". ".join(steps) + ("." if last is not None else ". No way.")
+    return ". ".join(steps) + ("." if np.isfinite(distance_S[state]) else ". No way.")
 
 
-def _next_to(grid: Grid, state: int) -> list[Cell]:
-    """The cells around the agent's, in the order of the actions; those beyond the edge as well."""
-    row, column = _cell(grid, state)
-    return [(row + down, column + right) for down, right in MOVES]
+def _beside(cell: Cell) -> list[Cell]:
+    """The cells around one, in the order of the actions; those beyond the edge as well."""
+    return [(cell[0] + down, cell[1] + right) for down, right in MOVES]
 
 
 def _looked_up(grid: Grid, cell: Cell) -> str:

@@ -23,7 +23,7 @@ from peft import PeftModel
 from transformers import set_seed
 from trl import ModelConfig
 
-from llm_policy import adapters, run_files
+from llm_policy import adapters, processes, run_files
 from llm_policy.chat import Reader
 from llm_policy.checkpoints import check_finished, checkpoint_to_resume_from, supersede, write_list
 from llm_policy.command_line import parse_arguments
@@ -49,16 +49,10 @@ FINISHED = (
 
 
 @dataclass
-class HindsightArguments(WarmStartArguments):
-    """How hindsight replay samples and learns."""
+class HindsightArguments(WarmStartArguments, HindsightSettings):
+    """Options of the script, beside the task's and the model's."""
 
     epochs: int = field(default=12, metadata={"help": "At most so many."})
-    samples: int = field(default=128, metadata={"help": "Programs that are sampled in an epoch."})
-    temperature: float = field(default=0.9, metadata={"help": "Of these."})
-    sure_samples: int = field(default=8, metadata={"help": "Further programs, as the model is sure of them."})
-    sure_temperature: float = field(default=0.1, metadata={"help": "Of those."})
-    learning_rate: float = field(default=1e-4, metadata={"help": "Of AdamW, constant."})
-    batch_size: int = field(default=8, metadata={"help": "Programs per optimiser step."})
     max_completion_length: int = field(default=192, metadata={"help": "Tokens of a program at most."})
     stop_when: str = field(default="best", metadata={"help": "best: with the first perfect program; or never."})
     samples_per_state: int = field(default=64, metadata={"help": "Programs in the last table; 0: greedy alone."})
@@ -70,13 +64,6 @@ class HindsightArguments(WarmStartArguments):
         check_choices(self, {"stop_when": STOP_CONDITIONS})
         if self.resume_from_checkpoint is not None:
             check_choices(self, {"resume_from_checkpoint": ("auto",)})
-
-    @property
-    def settings(self) -> HindsightSettings:
-        return HindsightSettings(
-            self.samples, self.temperature, self.sure_samples, self.sure_temperature, self.learning_rate,
-            self.batch_size,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -114,6 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for note in filter(None, (options.note, take_granted_threads())):
         print(note, flush=True)
     adapters.check_adapter_options(options.model)
+    if processes.count() > 1:
+        raise InputError(f"{processes.count()} processes: hindsight replay runs in one; start it without a launcher")
     if script.resume_from_checkpoint:
         run_files.check_same_run(folder, options.groups, FREE_TO_CHANGE)
     run_files.check_output_dir(folder, resumes=script.resume_from_checkpoint is not None)
@@ -170,7 +159,7 @@ def train(options: Options) -> int:
     model = adapters.fresh(model, lora)
     model.eval()
     prompt = task.rows[0]["prompt"]
-    learner = HindsightLearner(model, reader, prompt, task.attempts, script.settings)
+    learner = HindsightLearner(model, reader, prompt, task.attempts, script)
     stands_on = [folder / run_files.METRICS_FILE, folder / UNTRAINED_FILE, warm_start_folder]
     replay(learner, task, script, folder, resume, stop, stands_on)
 

@@ -22,10 +22,9 @@ announce(__name__, "PyTorch and Transformers")
 from figures import check_output, save_figures
 from stable_baselines3.common.logger import Logger
 
-from llm_policy.command_line import parse_arguments, read_option
 from llm_policy.errors import run_script
 from llm_policy.hardware import take_granted_threads
-from llm_policy.policy_gradient.arguments import PolicyGradientArguments, default_config
+from llm_policy.policy_gradient.arguments import PolicyGradientArguments, read_groups
 from llm_policy.policy_gradient.learner import make_learner
 
 PARTS = {  # name -> what it is
@@ -71,10 +70,7 @@ class Clock:
 
 def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else list(argv)
-    names = {"env_id": "CartPole-v1", "algorithm": "ppo", "actor": "mlp"}
-    config = default_config(*(read_option(argv, name, default) for name, default in names.items()))
-    groups = (ProfileArguments, PolicyGradientArguments)
-    (own, arguments), _ = parse_arguments(argv, groups, description=__doc__, default_config=config)
+    (own, arguments), _ = read_groups(argv, (ProfileArguments, PolicyGradientArguments), __doc__)
     check_output(own.output)
     take_granted_threads()
     learner = make_learner(arguments)

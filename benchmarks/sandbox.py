@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     loop = sandbox.run_all([LOOP], given)[0]
     seconds = time.perf_counter() - started
     sandbox.close()
-    print(f"{max(rates):,.0f} programs a second with one worker, {drawn:.0%} of them draw something")
+    print(f"{max(rates):,.0f} programs a second with one worker, {drawn:.0%} of them run")
     print(f"an endless loop: {loop.error} after {seconds:.3f} s")
     if arguments.output:
         save_figures(arguments.output, {"programs_per_second": rates, "loop_seconds": seconds, "loop": loop.error})

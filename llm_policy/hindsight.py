@@ -9,7 +9,7 @@ solved.
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -46,16 +46,16 @@ class Attempt:
     reply: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class HindsightSettings:
-    """See the options of train_hindsight.py."""
+    """How it samples and learns."""
 
-    samples: int
-    temperature: float
-    sure_samples: int
-    sure_temperature: float
-    learning_rate: float
-    batch_size: int
+    samples: int = field(default=128, metadata={"help": "Programs that are sampled in an epoch."})
+    temperature: float = field(default=0.9, metadata={"help": "Of these."})
+    sure_samples: int = field(default=8, metadata={"help": "Further programs, as the model is sure of them."})
+    sure_temperature: float = field(default=0.1, metadata={"help": "Of those."})
+    learning_rate: float = field(default=1e-4, metadata={"help": "Of AdamW, constant."})
+    batch_size: int = field(default=8, metadata={"help": "Programs per optimiser step."})
 
 
 class HindsightLearner:

@@ -365,6 +365,15 @@ def test_the_best_program_is_kept(sandbox, tmp_path):
     assert json.loads(file.read_text())["generation"] == 4
 
 
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"share": "x", "generation": 1, "code": ""}', '{"share": 1'])
+def test_a_damaged_record_is_one_line(sandbox, tmp_path, text):
+    (tmp_path / "found.json").write_text(text)
+    reward = PixelReward(read_target("2-vertical-lines"), sandbox, tmp_path / "found.json")
+    with pytest.raises(InputError, match=r"found\.json: is no record of a program \(.*\); delete it") as caught:
+        reward(["no program"], trainer_state=type("State", (), {"global_step": 5}))
+    assert "\n" not in str(caught.value)
+
+
 OPTIONS = (
     "--task", "drawing", "--report_to", "none", "--dtype", "float32", "--max_steps", 2, "--save_steps", 1,
     "--evaluate_steps", 1, "--per_device_train_batch_size", 4, "--num_generations", 4, "--warm_start_steps", 2,

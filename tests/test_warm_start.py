@@ -1,5 +1,8 @@
 """Only the form of an answer is taught: the loss, the lessons without labels, and what a run makes of it."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
@@ -241,10 +244,25 @@ def test_an_interrupted_one_goes_on(tmp_path, capsys, harm):
     if harm == "another":
         torch.save({"made_from": "another"}, left)
     model, report = started(tmp_path / "warm_start", warm_start="always", warm_start_steps=6)
-    assert ("goes on after step 2" in capsys.readouterr().out) == (harm is None)
+    said = {None: "goes on after step 2", "cut": "cannot be read", "another": "of another model, lessons or settings"}
+    assert said[harm] in capsys.readouterr().out
     assert report == whole_report
     assert torch.equal(model(IDS).logits, whole(IDS).logits)
     assert not left.exists()
+
+
+def test_a_shared_one_is_made_by_one_run_at_a_time(tmp_path):
+    """While another process holds the lock, as a run beside this one does."""
+    imports = "import sys, time; from filelock import FileLock"
+    code = f"{imports}; lock = FileLock(sys.argv[1]); lock.acquire(); print(flush=True); time.sleep(60)"
+    lock = tmp_path / ".seed-0.lock"
+    with subprocess.Popen([sys.executable, "-c", code, str(lock)], stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(InputError, match="another run is making seed-0; start again when it is there"):
+            started(tmp_path / "seed-0", warm_start="always", warm_start_folder=str(tmp_path))
+        other.kill()
+    _, report = started(tmp_path / "seed-0", warm_start="always", warm_start_folder=str(tmp_path))
+    assert report["steps"] == 2
 
 
 def test_checkpoints_without_the_warm_start_that_they_stand_on(tmp_path):

@@ -224,8 +224,13 @@ def shortest_path_policy(grid: Grid) -> np.ndarray:
 
     Ties go to the first action in the order of ACTIONS; cells without a path (and holes, goals) take LEFT.
     """
-    lake = lake_mdp(grid, is_slippery=False)
-    next_states_SA = lake.next_states_SAK[:, :, 0]
+    next_states_SA = lake_mdp(grid, is_slippery=False).next_states_SAK[:, :, 0]
+    return np.eye(len(ACTIONS))[goal_distances(grid)[next_states_SA].argmin(axis=1)]
+
+
+def goal_distances(grid: Grid) -> np.ndarray:
+    """Steps to the nearest goal around the holes, as if the ice were not slippery, (S,); inf where there is no way."""
+    next_states_SA = lake_mdp(grid, is_slippery=False).next_states_SAK[:, :, 0]
     cells = "".join(grid)
     distance_S = np.full(len(cells), np.inf)
     queue = deque(state for state, letter in enumerate(cells) if letter == "G")
@@ -236,7 +241,7 @@ def shortest_path_policy(grid: Grid) -> np.ndarray:
             if cells[previous] != "H" and np.isinf(distance_S[previous]):
                 distance_S[previous] = distance_S[state] + 1
                 queue.append(int(previous))
-    return np.eye(len(ACTIONS))[distance_S[next_states_SA].argmin(axis=1)]
+    return distance_S
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,12 @@ Axes: N scored tokens.
 import json
 import math
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 from peft import LoraConfig, PeftModel
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -54,7 +56,8 @@ def warm_started(
     """
     if processes.from_main((folder / COMPLETE_MARK).exists):
         if wrong := processes.from_main(lambda: damage(folder)):
-            raise InputError(f"{wrong}, and the run stands on it; choose another --output_dir, or delete this run")
+            other = "--warm_start_folder" if script.warm_start_folder else "--output_dir"
+            raise InputError(f"{wrong}, and the run stands on it; choose another {other}, or delete {folder.parent}")
         processes.wait_for_files(folder)
         report = json.loads((folder / REPORT_FILE).read_text())
         if report.get("made_from", made_from) != made_from:
@@ -74,31 +77,51 @@ def warm_started(
         print(f"warm start: {validity:.0%} of sampled completions are well-formed ({needed:.0%} needed)", flush=True)
         if validity >= needed:
             return model, {"steps": 0, "format_validity": validity}
-    student = adapters.fresh(model, lora)
-    processes.take_from_main(p for p in student.parameters() if p.requires_grad)
-    report = teach_format(
-        student,
-        reader,
-        lessons,
-        is_reply,
-        max_steps=script.warm_start_steps,
-        prompts_per_step=script.warm_start_prompts,
-        learning_rate=script.warm_start_learning_rate,
-        threshold=script.warm_start_threshold,
-        seed=seed,
-        should_stop=should_stop,
-        unfinished=Unfinished(folder.with_name(f"{folder.name}.partial"), made_from),
-    )
-    if should_stop():
-        return model, report
-    if processes.is_main():
-        with written_whole(folder):
-            student.save_pretrained(folder)
-            report["made_from"] = made_from
-            (folder / REPORT_FILE).write_text(json.dumps(report) + "\n")
-        folder.with_name(f"{folder.name}.partial").unlink(missing_ok=True)
-    processes.wait_for_files(folder)
+    is_shared = script.warm_start_folder and processes.is_main()
+    with alone_at(folder) if is_shared else nullcontext():
+        student = adapters.fresh(model, lora)
+        processes.take_from_main(p for p in student.parameters() if p.requires_grad)
+        report = teach_format(
+            student,
+            reader,
+            lessons,
+            is_reply,
+            max_steps=script.warm_start_steps,
+            prompts_per_step=script.warm_start_prompts,
+            learning_rate=script.warm_start_learning_rate,
+            threshold=script.warm_start_threshold,
+            seed=seed,
+            should_stop=should_stop,
+            unfinished=Unfinished(folder.with_name(f"{folder.name}.partial"), made_from),
+        )
+        if should_stop():
+            return model, report
+        if processes.is_main():
+            with written_whole(folder):
+                student.save_pretrained(folder)
+                report["made_from"] = made_from
+                (folder / REPORT_FILE).write_text(json.dumps(report) + "\n")
+            folder.with_name(f"{folder.name}.partial").unlink(missing_ok=True)
+        processes.wait_for_files(folder)
     return adapters.stood_on(student.unload(), folder), report
+
+
+@contextmanager
+def alone_at(folder: Path) -> Iterator[None]:
+    """`InputError` where another run makes the warm start in `folder` now."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise InputError(
+            f"--warm_start_folder {folder.parent}: another run is making {folder.name}; start again when it is there, "
+            "or name another folder"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def sampled_format_validity(model: PeftModel, reader: Reader, lessons: Sequence[Lesson], is_reply: IsReply) -> float:
@@ -198,7 +221,7 @@ class Unfinished:
     """A file with the state of a warm start that is under way; the main process writes it.
 
     Args:
-        made_from: a file that was made from something else is left alone until it is written over.
+        made_from: a file that was made from something else is written over.
     """
 
     def __init__(self, file: Path, made_from: str) -> None:
@@ -228,9 +251,13 @@ class Unfinished:
         """Bring everything to where the file left it; nothing where there is none, or a damaged one."""
         try:
             state = torch.load(self.file, map_location="cpu", weights_only=True)
+        except FileNotFoundError:
+            return
         except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError):
+            print(f"{self.file}: cannot be read; the warm start begins again", flush=True)
             return
         if state["made_from"] != self.made_from:
+            print(f"{self.file}: of another model, lessons or settings; the warm start begins again", flush=True)
             return
         own = dict(model.named_parameters())
         with torch.no_grad():

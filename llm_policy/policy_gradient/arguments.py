@@ -158,11 +158,14 @@ def default_config(env_id: str, algorithm: str, actor: str = "mlp") -> Path | No
 
 def read_arguments(argv: Sequence[str], description: str) -> tuple[PolicyGradientArguments, str]:
     """Command line and YAML file -> arguments, and the file's path. One-line `InputError`s."""
+    (arguments,), config = read_groups(argv, (PolicyGradientArguments,), description)
+    return arguments, config
+
+
+def read_groups(argv: Sequence[str], groups: Sequence[type], description: str) -> tuple[list, str]:
+    """The same with further groups of options."""
     defaults = {f.name: f.default for f in fields(PolicyGradientArguments)}
     names = ("env_id", "algorithm", "actor")
     env_id, algorithm, actor = (read_option(argv, name, default=str(defaults[name])) for name in names)
     default = default_config(env_id, algorithm, actor) if algorithm in ALGORITHMS and actor in ACTORS else None
-    (arguments,), config = parse_arguments(
-        argv, (PolicyGradientArguments,), description=description, default_config=default
-    )
-    return arguments, config
+    return parse_arguments(argv, groups, description=description, default_config=default)

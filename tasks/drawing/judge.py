@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
+from pydantic import TypeAdapter
 from rich.table import Table
 from transformers import PreTrainedModel
+from typing_extensions import TypedDict
 
 from llm_policy.chat import Reader
 from llm_policy.environments.judge import PICTURE_FILE
 from llm_policy.errors import InputError, writing
 from llm_policy.grpo.diagnostics import Judgement
 from llm_policy.plots import grids_figure
+from llm_policy.reading import read_text
 from llm_policy.run_files import EVALUATION_FILE, write_whole
 from llm_policy.statistics import wilson_interval
 from llm_policy.tables import show
@@ -25,6 +28,17 @@ from tasks.drawing.targets import Target
 from tasks.drawing.words import messages, reply
 
 PERFECT = 1.0
+
+
+class Found(TypedDict):
+    """The best program of a training."""
+
+    share: float
+    generation: int
+    code: str
+
+
+FOUND = TypeAdapter(Found)
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,16 @@ class Score:
     @property
     def perfect(self) -> int:
         return sum(share == PERFECT for share in self.shares)
+
+
+def read_found(file: Path) -> dict | None:
+    """The best program of a training: `share`, `generation` (from 1), `code`; None where there is no file yet."""
+    if not file.exists():
+        return None
+    try:
+        return dict(FOUND.validate_json(read_text(file)))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: is no record of a program ({str(error).splitlines()[0]}); delete it") from error
 
 
 def scored(codes: Sequence[str], outcomes: Sequence[Outcome], wanted: Grid) -> Score:
@@ -129,9 +153,7 @@ class DrawingJudge:
 
     def found(self) -> dict | None:
         """The best program of the training, if there was any: `share`, `generation` (from 1), `code`."""
-        if self.found_file is None or not self.found_file.exists():
-            return None
-        return json.loads(self.found_file.read_text())
+        return read_found(self.found_file) if self.found_file else None
 
     def compare(self, answers_of: Mapping[str, Mapping]) -> Comparison:
         scores = {name: self.score(answers) for name, answers in answers_of.items()}

@@ -17,7 +17,7 @@ from llm_policy.grpo.warm_start import Lesson
 from llm_policy.hindsight import Attempt
 from llm_policy.run_files import write_whole
 from tasks import Task
-from tasks.drawing.judge import PERFECT, DrawingJudge, Score, scored
+from tasks.drawing.judge import PERFECT, DrawingJudge, Score, read_found, scored
 from tasks.drawing.programs import cleaned
 from tasks.drawing.sandbox import ERRORS, Grid, Outcome, Sandbox, code_of, grid_problem
 from tasks.drawing.targets import NAMES, Target, empty, random_program, read_target
@@ -110,8 +110,8 @@ def score_metrics(score: Score) -> dict[str, float]:
 
 def keep_best(file: Path, score: Score, generations_before: int) -> None:
     """Write the best program of a batch to `file` if it is better than the one there."""
-    before = json.loads(file.read_text())["share"] if file.exists() else -1.0
-    if score.best > before:
+    before = read_found(file)
+    if before is None or score.best > before["share"]:
         number = generations_before + score.shares.index(score.best) + 1
         content = {"share": score.best, "generation": number, "code": score.best_code}
         write_whole(file, json.dumps(content, indent=1) + "\n")
