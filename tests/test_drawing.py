@@ -182,7 +182,7 @@ def test_no_worker_outlives_its_process():
     """Killed outright: nothing is left that could clean up."""
     code = (
         "import os, signal, subprocess, sys\nsys.path.insert(0, '.')\nfrom tasks.drawing.sandbox import Sandbox\n"
-        "Sandbox(1).run_all(['def task(img):\\n    return img'], [[0]])\n"
+        "sandbox = Sandbox(1)\nsandbox.run_all(['def task(img):\\n    return img'], [[0]])\n"
         "options = ['ps', '--ppid', str(os.getpid()), '-o', 'pid=,comm=']\n"
         "print(subprocess.run(options, capture_output=True, text=True).stdout)\n"
         "sys.stdout.flush()\nos.kill(os.getpid(), signal.SIGKILL)"
