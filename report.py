@@ -43,13 +43,13 @@ RESULTS = ROOT / "results"
 BEGIN, END = "<!-- {name}: written by report.py -->", "<!-- end of {name} -->"
 SECTIONS = (
     "summary", "results", "ablations", "supervision", "supervision_flaws", "supervision_maps", "maps", "observations",
-    "probe", "search", "policy_gradient", "questions", "arc", "speed",
+    "probe", "search", "policy_gradient", "questions", "arc", "drawing", "speed",
 )  # fmt: skip
 
 # The studies: folders of results/. Those of training hold seeds that were trained on lakes.
-CANONICAL, ORIGINAL, ABLATIONS, SUPERVISION, MAPS, SEARCH, POLICY_GRADIENT, QUESTIONS, ARC, SPEED = (
+CANONICAL, ORIGINAL, ABLATIONS, SUPERVISION, MAPS, SEARCH, POLICY_GRADIENT, QUESTIONS, ARC, DRAWING, SPEED = (
     "canonical", "original", "ablations", "supervision", "maps_never_seen", "policy_search", "policy_gradient",
-    "questions", "arc", "speed",
+    "questions", "arc", "drawing", "speed",
 )  # fmt: skip
 TRAINING = (CANONICAL, ORIGINAL, ABLATIONS, SUPERVISION, MAPS)
 # What ablations start from: a result, and the configuration that their command names (None: the default)
@@ -73,6 +73,7 @@ SUMMARY = {
     "random_maps_dry_ways_250": ("GRPO, this repository", "percent_of_optimal"),
     "random_maps_slippery_ways_250": ("GRPO, this repository", "percent_of_optimal"),
 }
+LEARNERS = {None: "GRPO", "hindsight": "hindsight replay"}  # of the drawing task, by what run.json says
 LINES_PER_POINT = 8  # of a policy gradient's curve
 SUMMARY_LAKE, SUMMARY_SEARCH = "natural_slippery", "props_frozen_lake"
 SUMMARY_POLICY_GRADIENTS = {  # the same, within the step limit
@@ -160,6 +161,25 @@ class ArcRow(BaseModel, strict=True):
     standard_error: FiniteFloat
     unreadable: FiniteFloat
     letters: dict[str, int]
+
+
+class DrawingRow(BaseModel, strict=True):
+    """The same of a drawing task."""
+
+    policy: str
+    mean: FiniteFloat
+    programs: int
+    perfect: int
+
+
+class DrawingLine(BaseModel, strict=True):
+    """The same of a line of its metrics.jsonl, a batch of GRPO or an epoch of hindsight replay."""
+
+    step: int
+    seconds: FiniteFloat
+    reward: FiniteFloat
+    best: FiniteFloat = Field(alias="drawing/best")
+    generations: FiniteFloat = Field(alias="drawing/generations")
 
 
 class MetricsLine(BaseModel, strict=True):
@@ -302,6 +322,28 @@ def played_by(folder: Path) -> list[dict]:
 def asked_of(folder: Path) -> list[dict]:
     """The same of training on questions."""
     return _evaluations(folder, lambda evaluation: rows_by_name(evaluation, QuestionRow, TRAINED))
+
+
+def drawn_by(folder: Path) -> list[dict]:
+    """The finished seeds of one learner and one picture: evaluation, metrics, and who learnt what."""
+    found = []
+    for seed in finished_seeds(folder, ("evaluation.json", "run.json", "metrics.jsonl", "minutes.txt")):
+        with whole(seed):
+            evaluation, run = read_json(seed / "evaluation.json"), read_json(seed / "run.json")
+            lines = TypeAdapter(Annotated[list[DrawingLine], Field(min_length=1)])
+            metrics = [json.loads(line) for line in read_text(seed / "metrics.jsonl").splitlines()]
+            found.append(
+                {
+                    "target": run["target"],
+                    "learner": LEARNERS[run.get("learner")],
+                    "policies": rows_by_name(evaluation, DrawingRow, SAMPLED),
+                    "baselines": TypeAdapter(dict[str, FiniteFloat]).validate_python(evaluation["baselines"]),
+                    "metrics": lines.validate_python(metrics),
+                    "minutes": read_minutes(seed),
+                    "made": made(seed / "run.json"),
+                }
+            )
+    return found
 
 
 def _evaluations(folder: Path, check: Callable[[dict], object]) -> list[dict]:
@@ -987,6 +1029,40 @@ def arc_section(folder: Path) -> str:
     return markdown(headers, rows)
 
 
+def drawing_section(drawn: Mapping[str, list[dict]]) -> str:
+    """Each picture and learner: whether, and after how much, the first perfect program came."""
+    headers = (
+        "picture", "learner", "solved", "generations", "minutes of learning", "steps or epochs",
+        "first batch: best, mean pixels", "last batch: best, mean pixels", "trained, sampled: mean, solve it",
+        "minutes in all", "date, commit",
+    )  # fmt: skip
+    rows = []
+    for name, seeds in sorted(drawn.items(), key=lambda entry: (entry[1][0]["target"], entry[0])):
+        first, last = ([seed["metrics"][place] for seed in seeds] for place in (0, -1))
+        sampled = [seed["policies"][SAMPLED] for seed in seeds]
+        solved = sum(_is_solved(seed) for seed in seeds)
+        rows.append(
+            [
+                seeds[0]["target"],
+                link(seeds[0]["learner"], DRAWING, name),
+                f"**{solved} of {len(seeds)}**",
+                listed([f"{line.generations:,.0f}" for line in last]),
+                listed([f"{line.seconds / 60:.1f}" for line in last]),
+                listed([str(line.step) for line in last]),
+                listed([f"{line.best:.2f} {line.reward:.2f}" for line in first]),
+                listed([f"{line.best:.2f} {line.reward:.2f}" for line in last]),
+                listed([f"{row['mean']:.2f} {row['perfect']}/{row['programs']}" for row in sampled]),
+                each(seeds, lambda seed: f"{seed['minutes']:.1f}"),
+                made_by(seeds),
+            ]
+        )
+    return markdown(headers, rows)
+
+
+def _is_solved(seed: dict) -> bool:
+    return max(line.best for line in seed["metrics"]) == 1.0
+
+
 def speed_section() -> str:
     """speed/step_time/*.json: a step on TRL's path and on this one, with its parts, and the ratio."""
     headers = (
@@ -1021,6 +1097,12 @@ def policy_gradients() -> dict[str, list[dict]]:
     return {folder.name: seeds for folder in folders if (seeds := played_by(folder))}
 
 
+def drawings() -> dict[str, list[dict]]:
+    """Name -> finished seeds of the drawing task, of either learner."""
+    folders = sorted(folder for folder in (RESULTS / DRAWING).glob("*") if folder.is_dir())
+    return {folder.name: seeds for folder in folders if (seeds := drawn_by(folder))}
+
+
 def all_sections(results: Mapping[str, list[dict]]) -> dict[str, str]:
     """Section -> its table. Sections without results are left out."""
     folders = sorted(folder for folder in (RESULTS / SEARCH).glob("*") if folder.is_dir())
@@ -1050,6 +1132,8 @@ def all_sections(results: Mapping[str, list[dict]]) -> dict[str, str]:
         sections["questions"] = questions_section(questions)
     if (RESULTS / ARC / "evaluation.json").exists():
         sections["arc"] = arc_section(RESULTS / ARC)
+    if drawn := drawings():
+        sections["drawing"] = drawing_section(drawn)
     probe = RESULTS / MAPS / "observation_probe" / "observation_probe.json"
     if probe.exists():
         sections["probe"] = probe_section(probe)
@@ -1189,6 +1273,32 @@ def _episode_curve(seed: dict, x_of: Callable[[dict], float]) -> tuple[list[floa
     return [x_of(group[-1]) for group in groups], means
 
 
+def write_drawing_curves() -> None:
+    """The best and the mean of each batch, of both learners: two pictures for each target."""
+    by_target: dict[str, list[list[dict]]] = {}
+    for seeds in drawings().values():
+        by_target.setdefault(seeds[0]["target"], []).append(seeds)
+    axes = {
+        "generations": ("generations", lambda line: line.generations),
+        "minutes": ("minutes of learning, CPU", lambda line: line.seconds / 60),
+    }
+    for target, results in by_target.items():
+        lines = results[0][0]["baselines"]
+        for name, (x_label, x_of) in axes.items():
+            curves = {
+                f"{seeds[0]['learner']}, {what} of each batch ({len(seeds)} seed{'s' * (len(seeds) > 1)})": [
+                    ([x_of(line) for line in seed["metrics"]], [getattr(line, value) for line in seed["metrics"]])
+                    for seed in seeds
+                ]
+                for seeds in results
+                for what, value in (("best", "best"), ("mean", "reward"))
+            }
+            figure = curves_figure(curves, lines, x_label, "share of equal pixels", target)
+            file = ROOT / "docs" / "pictures" / f"drawing_{target.replace('-', '_')}_{name}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(file, dpi=130)
+
+
 @dataclass
 class ReportArguments:
     """What to do with the documents."""
@@ -1207,7 +1317,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not results:
         raise InputError("results/: holds no finished seeds yet; results/run.py makes them")
     for study in sorted(folder.name for folder in RESULTS.iterdir() if folder.is_dir() and folder.name[0] != "_"):
-        if study not in (*TRAINING, SEARCH, POLICY_GRADIENT, QUESTIONS, ARC, SPEED):
+        if study not in (*TRAINING, SEARCH, POLICY_GRADIENT, QUESTIONS, ARC, DRAWING, SPEED):
             print(f"results/{study}: no section shows this study", file=sys.stderr)
     texts = documents()
     written = with_sections(texts, all_sections(results))
@@ -1220,6 +1330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"written from {len(results)} results: {', '.join(changed) or 'no change'}; now the pictures", flush=True)
     write_pictures(results)
     write_episode_curves()
+    write_drawing_curves()
     return 0
 
 

@@ -212,7 +212,7 @@ def replay(
         loss = learner.learn(lessons)
         mean = sum(attempt.reward for attempt in attempts) / len(attempts)
         metrics = {
-            "reward": mean, "drawing/best": best, "lessons": len(lessons), "generations": learner.generations,
+            "reward": mean, "drawing/best": best, "drawing/generations": learner.generations, "lessons": len(lessons),
             "loss": loss,
         }  # fmt: skip
         words = f"best {best:.3g}  mean {mean:.3g}  lessons {len(lessons)}  loss {loss:.3g}"

@@ -269,7 +269,8 @@ def test_a_target_from_a_file(tmp_path):
 
 def test_the_prompt():
     (message,) = messages(empty(2, 3), [[1, 2, 3], [4, 5, 6]], with_signatures=False)
-    assert message["content"].splitlines()[1:] == ["Input 2x3 of 0", "Output 2x3", "0 123", "1 456"]
+    shown = "Input 2x3 of 0, Output 2x3, row 0 123, row 1 456, column 0 14, column 1 25, column 2 36"
+    assert message["content"].splitlines()[1:] == shown.split(", ")
     (message,) = messages(empty(2, 3), empty(2, 3), with_signatures=True)
     shown = [line for line in message["content"].splitlines() if line.startswith(("draw_", "create_", "flood_"))]
     assert sorted(shown) == sorted(re.findall(r"^def (.*):$", FUNCTIONS, re.MULTILINE))

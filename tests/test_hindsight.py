@@ -197,7 +197,7 @@ def test_a_run_and_its_files(answering_llama, tmp_path, capfd):
     assert "epoch 3/3  best 0  mean 0  lessons 0" in printed
     assert "verdict: 2-vertical-lines not solved" in printed
     assert "(warm start 2 steps, hindsight 3 epochs)" in printed
-    assert [line["generations"] for line in metrics_of(tmp_path / "run")] == [8, 16, 24]
+    assert [line["drawing/generations"] for line in metrics_of(tmp_path / "run")] == [8, 16, 24]
     settings = json.loads((tmp_path / "run/run.json").read_text())
     assert (settings["task"], settings["learner"], settings["seed"]) == ("drawing", "hindsight", 0)
     assert (tmp_path / "run/policy.png").stat().st_size > 1000

@@ -342,6 +342,52 @@ def test_a_damaged_policy_gradient_is_one_line(results, name, text):
     assert "\n" not in str(raised.value)
 
 
+def write_drawn(folder, best: tuple[float, ...], learner: str | None = None) -> None:
+    """A finished seed of the drawing task: the best program of each batch."""
+    folder.mkdir(parents=True)
+    run = {"target": "5-vertical-lines", "learner": learner, "commit": "b" * 40}
+    (folder / "run.json").write_text(json.dumps({name: value for name, value in run.items() if value}))
+    row = {"policy": "trained, sampled", "mean": 0.75, "programs": 64, "perfect": 3}
+    evaluation = {"baselines": {"nothing drawn": 0.0}, "policies": [row]}
+    (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    lines = [
+        {"step": i, "seconds": 30.0 * i, "reward": share / 2, "drawing/best": share, "drawing/generations": 16.0 * i}
+        for i, share in enumerate(best, start=1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    (folder / "minutes.txt").write_text("4.5\n")
+
+
+def test_drawing_section(results):
+    write_drawn(results / "drawing/lines_grpo/seed-1", (0.4, 0.6))
+    write_drawn(results / "drawing/lines_hindsight/seed-1", (0.6, 0.8, 1.0), "hindsight")
+    rows = [cells(row) for row in report.drawing_section(report.drawings()).splitlines()[2:]]
+    assert rows == [
+        [
+            "5-vertical-lines", "[GRPO](results/drawing/lines_grpo)", "**0 of 1**", "32", "1.0", "2", "0.40 0.20",
+            "0.60 0.30", "0.75 3/64", "4.5", WHEN,
+        ],
+        [
+            "5-vertical-lines", "[hindsight replay](results/drawing/lines_hindsight)", "**1 of 1**", "48", "1.5", "3",
+            "0.60 0.30", "1.00 0.50", "0.75 3/64", "4.5", WHEN,
+        ],
+    ]  # fmt: skip
+    report.write_drawing_curves()
+    pictures = {file.name for file in (results.parent / "docs/pictures").iterdir()}
+    assert pictures == {f"drawing_5_vertical_lines_{axis}.png" for axis in ("generations", "minutes")}
+
+
+@pytest.mark.parametrize("name", ["evaluation.json", "run.json", "metrics.jsonl", "minutes.txt"])
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"a": ', "\x00"])
+def test_a_damaged_drawing_is_one_line(results, name, text):
+    folder = results / "drawing/lines/seed-1"
+    write_drawn(folder, (0.4,))
+    (folder / name).write_text(text)
+    with pytest.raises(InputError) as raised:
+        report.drawings()
+    assert "\n" not in str(raised.value)
+
+
 def test_the_warm_start_alone_is_a_row_of_the_results(results):
     seed = results / "canonical/canonical_slippery/seed-1"
     for folder in (seed, seed.with_name("seed-2")):

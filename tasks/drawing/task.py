@@ -1,6 +1,6 @@
 """Drawing: the model writes a program that draws a picture (seed 004's experiments for ARC).
 
-The target is one picture. The warm start teaches the drawing functions on random pictures of one to three calls.
+The target is one picture. The warm start teaches the drawing functions on random pictures of one to four calls.
 """
 
 import json
@@ -95,7 +95,9 @@ class PixelReward:
     ) -> list[float]:
         score = self.score([completion_text(completion) for completion in completions])
         if trainer_state is not None:
-            keep_best(self.found_file, score, trainer_state.global_step * len(completions))
+            before = trainer_state.global_step * len(completions)
+            keep_best(self.found_file, score, before)
+            log_metric("drawing/generations", before + len(completions))
         for name, value in score_metrics(score).items():
             log_metric(name, value)
         return list(score.shares)

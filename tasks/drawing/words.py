@@ -1,4 +1,4 @@
-"""How a drawing task is asked: the pictures as lines of digits, the functions, and the beginning of the reply."""
+"""How a drawing task is asked: pictures as rows and columns of digits, the functions, the beginning of the reply."""
 
 from llm_policy.chat import Messages
 from tasks.drawing.sandbox import Grid
@@ -17,17 +17,25 @@ OPENING = "```python\n"
 
 
 def picture_text(grid: Grid) -> str:
-    """Its sides, then each row behind its number; a picture of one color in one line.
+    """Its sides, then its rows and its columns, each behind its number; a picture of one color in one line.
 
-    >>> picture_text([[0, 1, 2], [3, 4, 5]])
-    '2x3\\n0 012\\n1 345'
+    A model finds what it needs for a call by its number in the row or in the column.
+
+    >>> print(picture_text([[0, 1, 2], [3, 4, 5]]))
+    2x3
+    row 0 012
+    row 1 345
+    column 0 03
+    column 1 14
+    column 2 25
     >>> picture_text([[0, 0, 0]] * 9)
     '9x3 of 0'
     """
     if len(colors := {color for row in grid for color in row}) == 1:
         return f"{len(grid)}x{len(grid[0])} of {colors.pop()}"
-    lines = (f"{number} {''.join(map(str, row))}" for number, row in enumerate(grid))
-    return "\n".join([f"{len(grid)}x{len(grid[0])}", *lines])
+    rows = [f"row {number} {''.join(map(str, row))}" for number, row in enumerate(grid)]
+    columns = [f"column {number} {''.join(map(str, column))}" for number, column in enumerate(zip(*grid, strict=True))]
+    return "\n".join([f"{len(grid)}x{len(grid[0])}", *rows, *columns])
 
 
 def messages(given: Grid, wanted: Grid, with_signatures: bool) -> Messages:
