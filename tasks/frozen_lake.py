@@ -7,11 +7,20 @@ from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig
 
 from llm_policy.chat import Reader
-from llm_policy.environments.frozen_lake import FrozenLake, check_grid, grid_of, read_grid, shortest_path_policy
+from llm_policy.environments.frozen_lake import (
+    MOVES,
+    Cell,
+    FrozenLake,
+    Grid,
+    check_grid,
+    grid_of,
+    read_grid,
+    shortest_path_policy,
+)
 from llm_policy.errors import InputError, check_choices
 from prompts import OBSERVATIONS, THOUGHTS, format_example, policy_messages
 from tasks import Task
-from tasks.tabular import ExpertArguments, TableJudge, Words, held_out, read_expert, table_task
+from tasks.tabular import ExpertArguments, TableJudge, Words, best_in, held_out, read_expert, table_task
 
 
 @dataclass
@@ -38,7 +47,37 @@ def lake_words(observation: str, thought: str = "place") -> Words:
     return Words(
         messages=lambda lake, state: policy_messages(lake.grid, state, lake.is_slippery, observation),
         reply=lambda lake, state, action: format_example(lake.grid, state, action, thought),
+        exchanged=None if thought == "place" else exchanged,
     )
+
+
+def exchanged(lake: FrozenLake, state: int) -> FrozenLake | None:
+    """The lake with hole and ice exchanged on one cell beside the agent, so that none of its best actions stays best.
+
+    None where no such exchange does that.
+    """
+    best_A = best_in(lake, state)
+    row, column = divmod(state, len(lake.grid[0]))
+    for down, right in MOVES:
+        there = row + down, column + right
+        other = FrozenLake(with_other_ice(lake.grid, there), lake.is_slippery)
+        if other.grid != lake.grid and not (best_A & best_in(other, state)).any():
+            return other
+    return None
+
+
+def with_other_ice(grid: Grid, cell: Cell) -> Grid:
+    """`grid` with a hole in place of ice, or ice in place of a hole, at `cell`; another cell leaves it as it is.
+
+    >>> with_other_ice(("SF", "HG"), (1, 0))
+    ('SF', 'FG')
+    """
+    row, column = cell
+    if not (0 <= row < len(grid) and 0 <= column < len(grid[0])):
+        return grid
+    letters = list(grid[row])
+    letters[column] = {"F": "H", "H": "F"}.get(letters[column], letters[column])
+    return (*grid[:row], "".join(letters), *grid[row + 1 :])
 
 
 def make_task(arguments: Arguments, training: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Task:

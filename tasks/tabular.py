@@ -33,7 +33,13 @@ from llm_policy.environments.pictures import policy_figure
 from llm_policy.environments.policy_table import best_actions, score_policy, uniform_policy
 from llm_policy.environments.table_environment import TableEnvironment
 from llm_policy.errors import InputError, check_choices
-from llm_policy.grpo.answers import answer_probabilities, answers_as_read, mean_answers, true_thoughts
+from llm_policy.grpo.answers import (
+    answer_probabilities,
+    answers_as_read,
+    answers_behind,
+    mean_answers,
+    true_thoughts,
+)
 from llm_policy.grpo.diagnostics import Judgement
 from llm_policy.run_files import ROOT
 from llm_policy.tables import show
@@ -74,10 +80,13 @@ class Words:
         messages: (environment, state) -> the prompt.
         reply: (environment, state, action) -> a well-formed reply that names that action. Its thought must not depend
             on the action, so that no label is taught.
+        exchanged: (environment, state) -> an environment that differs in one thing beside the agent, so that other
+            actions are best, or None. Its thought, put into the model's mouth, shows whether the answer follows it.
     """
 
     messages: Callable[[Any, int], Messages]  # each task knows its own kind of environment
     reply: Callable[[Any, int, int], str]
+    exchanged: Callable[[Any, int], Any] | None = None
 
 
 # Judge ---------------------------------------------------------------------------------------------------------
@@ -108,7 +117,8 @@ class TableJudge:
         A completion that names no action counts as a uniformly random one: the agent has to move somehow. With
         `samples` the thoughts are sampled and their answers exact (llm_policy/grpo/answers.py). `success_of_parts` then
         holds the success within the limit by each quarter of the thoughts alone: how much is left to chance. Without,
-        `true_thoughts` and `true_words` are the shares of thoughts that are as the warm start would teach them.
+        `true_thoughts` and `true_words` are the shares of thoughts that are as the warm start would teach them, and
+        `behind_false_thoughts` says what the answer follows where one word of the thought is false (`follows`).
         """
         actions = self.environments[0].actions
         pairs = [(m, state) for m, environment in enumerate(self.environments) for state in environment.acting_states]
@@ -122,10 +132,37 @@ class TableJudge:
         found = {"policies": self._tables(pairs, mean_answers(rows_PGA)), "format_validity": valid}
         if not samples:
             found["true_thoughts"], found["true_words"] = true_thoughts(texts, guesses)
+            if self.words.exchanged:
+                found["behind_false_thoughts"] = self.follows(model)
         if samples >= PARTS:
             parts = [mean_answers(part_PGA) for part_PGA in np.array_split(rows_PGA, PARTS, axis=1)]
             found["success_of_parts"] = [self._success_at_horizon(self._tables(pairs, rows_PA)) for rows_PA in parts]
         return found
+
+    def follows(self, model: PreTrainedModel) -> dict[str, float]:
+        """What the answer follows behind a thought that is true of the exchanged environment, not of the prompt's.
+
+        Over the acting states of the first `MAPS_JUDGED` environments in which no action is best in both. `thought`,
+        `prompt` and `neither` are the shares of the answers that are best in the one, in the other, in none; `states`
+        says how many there are.
+        """
+        exchanged = self.words.exchanged
+        pairs = [
+            (environment, state)
+            for environment in self.environments[:MAPS_JUDGED]
+            for state in environment.acting_states
+        ]
+        others = [exchanged(*pair) for pair in pairs] if exchanged else []
+        kept = [(*pair, other) for pair, other in zip(pairs, others, strict=True) if other is not None]
+        if not kept:
+            return {"thought": 0.0, "prompt": 0.0, "neither": 0.0, "states": 0}
+        prompts = [self.words.messages(environment, state) for environment, state, _ in kept]
+        replies = [self.words.reply(other, state, 0) for _, state, other in kept]
+        chosen = answers_behind(self.reader, model, prompts, replies, self.environments[0].actions).argmax(axis=1)
+        by_thought = [best_in(other, state)[action] for (_, state, other), action in zip(kept, chosen, strict=True)]
+        by_prompt = [best_in(own, state)[action] for (own, state, _), action in zip(kept, chosen, strict=True)]
+        thought, prompt = float(np.mean(by_thought)), float(np.mean(by_prompt))
+        return {"thought": thought, "prompt": prompt, "neither": 1 - thought - prompt, "states": len(kept)}
 
     def _tables(self, pairs: Sequence[tuple[int, int]], rows_PA: np.ndarray) -> list[list[list[float]]]:
         """A policy table per environment from a row per acting state; uniform where no action is chosen."""
@@ -214,8 +251,24 @@ class TableJudge:
             for name, answers in answers_of.items()
             if "true_thoughts" in answers and "thought" in self.settings
         ]
-        text = show(table, ceiling, *spreads, *thoughts)
+        followed = [
+            f"{name}: behind a thought with a false word the answer follows the thought in {found['thought']:.0%} of "
+            f"{found['states']} states, the map in {found['prompt']:.0%}, neither in {found['neither']:.0%}."
+            for name, answers in answers_of.items()
+            if (found := answers.get("behind_false_thoughts")) and found["states"]
+        ]
+        if "thought" in self.settings:
+            kept = ("true_thoughts", "true_words", "behind_false_thoughts")
+            about["thoughts"] = {
+                name: {key: answers[key] for key in kept if key in answers} for name, answers in answers_of.items()
+            }
+        text = show(table, ceiling, *spreads, *thoughts, *followed)
         return Comparison(text, partial(save_evaluation, evaluated, self.environments, {"env_id": env_id} | about))
+
+
+def best_in(environment: TableEnvironment, state: int) -> np.ndarray:
+    """Which actions are optimal in that state: bool (A,)."""
+    return optimal_actions(optimal_q(environment.mdp, AGREEMENT_GAMMA))[state]
 
 
 # Task ----------------------------------------------------------------------------------------------------------
@@ -284,7 +337,9 @@ def table_task(
         rows=rows,
         reward_functions=reward_functions(shaping, actions),
         judge=judge,
-        judge_between=replace(judge, environments=judge.environments[:MAPS_JUDGED]),
+        judge_between=replace(
+            judge, environments=judge.environments[:MAPS_JUDGED], words=replace(words, exchanged=None)
+        ),
         is_reply=is_reply,
         actions=actions,
         action_rewards=action_rewards,

@@ -8,7 +8,13 @@ from tiny_policies import ARCHITECTURE_NAMES, add_random_adapter, plain_scores, 
 from llm_policy.chat import Reader
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
 from llm_policy.grpo import answers, packing
-from llm_policy.grpo.answers import answer_probabilities, answers_as_read, mean_answers, true_thoughts
+from llm_policy.grpo.answers import (
+    answer_probabilities,
+    answers_as_read,
+    answers_behind,
+    mean_answers,
+    true_thoughts,
+)
 from llm_policy.models import load_model, load_tokenizer
 from prompts import format_example, policy_messages
 
@@ -125,6 +131,14 @@ def test_the_passes_add_up_whatever_their_size(answering_llama, monkeypatch):
     np.testing.assert_allclose(found[1], found[0], atol=1e-4)
     np.testing.assert_allclose(found[2], found[0], atol=1e-4)
     assert not model.training
+
+
+def test_answers_behind_a_thought_that_is_given():
+    """As where the model had said that thought itself."""
+    model, reader = random_policy("llama"), says("llama", [f"{THOUGHT}UP</answer>"])
+    found_PA = answers_behind(reader, model, PROMPTS, reader.texts * len(PROMPTS), ACTIONS)
+    said_PGA, _ = answer_probabilities(reader, model, PROMPTS, ACTIONS, 1)
+    np.testing.assert_allclose(found_PA, said_PGA[:, 0], atol=1e-5)
 
 
 def test_answers_as_read_are_one_hot_or_uniform():

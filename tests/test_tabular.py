@@ -6,13 +6,15 @@ from tiny_models import tiny_tokenizer
 from trl import GRPOConfig
 
 import tasks.frozen_lake
+from llm_policy.chat import Reader
 from llm_policy.environments.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
-from llm_policy.environments.mdp import optimal_actions
+from llm_policy.environments.mdp import AGREEMENT_GAMMA, optimal_actions, optimal_q
 from llm_policy.environments.toy_text import CliffWalking, Taxi
 from llm_policy.errors import InputError
 from llm_policy.run_files import ROOT
-from tasks.tabular import MAPS_JUDGED, balancing_weights, exact_expert, held_out
+from tasks.frozen_lake import exchanged, lake_words
+from tasks.tabular import MAPS_JUDGED, TableJudge, balancing_weights, best_in, exact_expert, held_out
 
 CSV = ROOT / "expert_demos_batched_avg_q.csv"
 
@@ -49,6 +51,53 @@ def test_one_map_must_be_left_to_train_on(tmp_path):
     assert len(held_out(expert, 2, 1)[1]) == 2
     with pytest.raises(InputError, match=r"^--test_maps 3: lakes.csv has 3 maps, and one must be left to train on"):
         held_out(expert, 3, 1, "lakes.csv")
+
+
+# Thoughts with a false word ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_slippery", [True, False])
+def test_the_exchanged_lake_differs_in_one_cell_and_in_its_best_actions(is_slippery):
+    lake = FrozenLake(CANONICAL_GRIDS["4x4"], is_slippery)
+    others = {state: exchanged(lake, state) for state in lake.acting_states}
+    assert sum(other is not None for other in others.values()) >= 5
+    for state, other in others.items():
+        if other is not None:
+            changed = [i for i, pair in enumerate(zip("".join(lake.grid), "".join(other.grid), strict=True))
+                       if len(set(pair)) == 2]  # fmt: skip
+            assert len(changed) == 1
+            assert abs(changed[0] % 4 - state % 4) + abs(changed[0] // 4 - state // 4) == 1
+            assert state in other.acting_states
+            best, best_there = (optimal_actions(optimal_q(e.mdp, AGREEMENT_GAMMA))[state] for e in (lake, other))
+            assert not (best & best_there).any()
+
+
+@pytest.mark.parametrize("followed", ["thought", "prompt", "neither"])
+def test_what_the_answer_follows(followed, monkeypatch):
+    """Scripted models: the exchanged map's best action, the prompt's, one that is best in neither."""
+    words = lake_words("cells", "neighbours")
+    judge = TableJudge([FrozenLake(CANONICAL_GRIDS["4x4"], False)], words, Reader(None), {})
+    (lake,) = judge.environments
+    states = [state for state in lake.acting_states if exchanged(lake, state)]
+
+    def behind(_reader, _model, prompts, replies, actions):
+        rows = []
+        for state, prompt, reply in zip(states, prompts, replies, strict=True):
+            other = exchanged(lake, state)
+            assert prompt == words.messages(lake, state)
+            assert reply == words.reply(other, state, 0) != words.reply(lake, state, 0)
+            best, best_there = best_in(lake, state), best_in(other, state)
+            rows.append({"thought": best_there, "prompt": best, "neither": ~(best | best_there)}[followed])
+        return np.array(rows, dtype=float)
+
+    monkeypatch.setattr("tasks.tabular.answers_behind", behind)
+    found = judge.follows(None)
+    assert found.pop("states") == len(states) >= 5
+    assert found == {name: float(name == followed) for name in ("thought", "prompt", "neither")}
+
+
+def test_a_thought_without_the_map_has_no_false_word():
+    assert lake_words("coordinates", "place").exchanged is None
 
 
 # Balanced states ---------------------------------------------------------------------------------------------------

@@ -55,11 +55,7 @@ def answer_probabilities(
     asked = [*enumerate(guessed), *((i // samples, thought) for i, thought in enumerate(thoughts))]
     asked = [(p, thought) for p, thought in dict.fromkeys(asked) if thought is not None]
     pairs = [(prompts[p], thought) for p, thought in asked]
-    score = _packed_scores if _packing_is_right(model, reader, pairs[:1], actions) else _plain_scores
-    own, scores = pairs[processes.own_share(len(pairs))], []
-    for first in processes.progress(range(0, len(own), PROMPTS_PER_PASS), "scoring answers"):
-        scores.extend(score(model, reader, own[first : first + PROMPTS_PER_PASS], actions))
-    known = dict(zip(asked, map(np.exp, processes.gathered(scores)), strict=True))
+    known = dict(zip(asked, np.exp(_answer_scores(reader, model, pairs, actions)), strict=True))
 
     nothing_A = np.zeros(len(actions))
     exact_PA = np.array([known[p, t][0] * known[p, t][1:] if t else nothing_A for p, t in enumerate(guessed)])
@@ -78,6 +74,17 @@ def answer_probabilities(
         rest_GA[is_guessed_G] = others_A / others_A.sum()
     left_P = 1.0 - exact_PA.sum(1)
     return exact_PA[:, None] + left_P[:, None, None] * rest_PGA, _valid_share(texts, actions)
+
+
+def answers_behind(
+    reader: Reader, model: PreTrainedModel, prompts: Sequence[Messages], replies: Sequence[str], actions: Sequence[str]
+) -> np.ndarray:
+    """How probable each action is behind the thought of each reply, put into the model's mouth: (P, A).
+
+    Rows sum to less than 1, because the model might say something else.
+    """
+    pairs = [(prompt, _thought(reply) or reply) for prompt, reply in zip(prompts, replies, strict=True)]
+    return np.exp(_answer_scores(reader, model, pairs, actions))[:, 1:]
 
 
 def answers_as_read(texts: Sequence[str], actions: Sequence[str]) -> tuple[np.ndarray, float]:
@@ -125,7 +132,18 @@ def _thought(text: str) -> str | None:
 # Scores --------------------------------------------------------------------------------------------------------
 
 
-def _packing_is_right(model: PreTrainedModel, reader: Reader, pairs: list, actions: Sequence[str]) -> bool:
+def _answer_scores(
+    reader: Reader, model: PreTrainedModel, pairs: Sequence[tuple[Messages, str]], actions: Sequence[str]
+) -> np.ndarray:
+    """Log-probability of each thought behind its prompt, then of each action with its closing tag: (pairs, 1 + A)."""
+    score = _packed_scores if _packing_is_right(model, reader, pairs[:1], actions) else _plain_scores
+    own, scores = pairs[processes.own_share(len(pairs))], []
+    for first in processes.progress(range(0, len(own), PROMPTS_PER_PASS), "scoring answers"):
+        scores.extend(score(model, reader, own[first : first + PROMPTS_PER_PASS], actions))
+    return np.array(processes.gathered(scores)).reshape(len(pairs), 1 + len(actions))
+
+
+def _packing_is_right(model: PreTrainedModel, reader: Reader, pairs: Sequence, actions: Sequence[str]) -> bool:
     """Whether the packed pass scores as plain rows do; architectures differ in what they make of a mask.
 
     Likely actions weigh more: in bfloat16 the log-probability of one that is nearly gone is rough.
@@ -144,7 +162,7 @@ def _packing_is_right(model: PreTrainedModel, reader: Reader, pairs: list, actio
 def _packed_scores(
     model: PreTrainedModel, reader: Reader, pairs: Sequence[tuple[Messages, str]], actions: Sequence[str]
 ) -> np.ndarray:
-    """Log-probability of each thought behind its prompt, then of each action with its closing tag: (pairs, 1 + A)."""
+    """`_answer_scores` in one pass over all pairs."""
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
     prompts, wholes, givens = _encoded(reader, pairs, actions)
     packed = pack_groups(
