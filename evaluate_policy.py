@@ -30,7 +30,7 @@ from llm_policy.chat import Reader, check_prompt
 from llm_policy.checkpoints import check_finished
 from llm_policy.command_line import parse_arguments
 from llm_policy.environments.judge import BASELINES, PICTURE_FILE, is_baseline
-from llm_policy.errors import InputError, run_script
+from llm_policy.errors import InputError, check_alone, run_script
 from llm_policy.grpo.lifecycle import WARM_START_FOLDER
 from llm_policy.hardware import take_granted_threads
 from llm_policy.models import context_tokens, load_model, load_tokenizer
@@ -156,6 +156,7 @@ def policy_gradient_judge() -> ModuleType:
 
 def main(argv: Sequence[str] | None = None) -> int:
     (arguments,), _ = parse_arguments(argv, (EvaluationArguments,), description=__doc__)
+    check_alone()
     if arguments.output_dir is None:
         judge_policies(arguments)
         return 0

@@ -27,7 +27,7 @@ import torch
 
 from llm_policy.command_line import parse_arguments
 from llm_policy.environments.gym_env import GymEnvironment, read_env_options
-from llm_policy.errors import EXIT_INTERRUPTED, InputError, check_choices, run_script, writing
+from llm_policy.errors import EXIT_INTERRUPTED, InputError, check_alone, check_choices, run_script, writing
 from llm_policy.hardware import device_text, take_granted_threads
 from llm_policy.number_format import begun_with, faster_format
 from llm_policy.plots import curves_figure
@@ -284,6 +284,7 @@ def run_search(folder: Path, arguments: Arguments, config: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments, config = read_arguments(argv)
+    check_alone()
     folder = Path(str(arguments[0].output_dir))
     if is_finished(folder, arguments):
         print(finished_text(folder), end="")

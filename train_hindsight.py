@@ -23,11 +23,11 @@ from peft import PeftModel
 from transformers import set_seed
 from trl import ModelConfig
 
-from llm_policy import adapters, processes, run_files
+from llm_policy import adapters, run_files
 from llm_policy.chat import Reader
 from llm_policy.checkpoints import check_finished, checkpoint_to_resume_from, supersede, write_list
 from llm_policy.command_line import parse_arguments
-from llm_policy.errors import InputError, check_choices, disk_errors, run_script
+from llm_policy.errors import InputError, check_alone, check_choices, disk_errors, run_script
 from llm_policy.grpo import lifecycle
 from llm_policy.grpo.arguments import WarmStartArguments
 from llm_policy.grpo.warm_start import warm_started
@@ -96,13 +96,12 @@ def read_options(argv: Sequence[str] | None) -> Options:
 @disk_errors(f"free space, then {lifecycle.RESUME}")
 def main(argv: Sequence[str] | None = None) -> int:
     options = read_options(argv)
+    check_alone()
     script, folder = options.script, options.output_dir
     print(f"{options.config} with {options.model.model_name_or_path}, seed {script.seed}", flush=True)
     for note in filter(None, (options.note, take_granted_threads())):
         print(note, flush=True)
     adapters.check_adapter_options(options.model)
-    if processes.count() > 1:
-        raise InputError(f"{processes.count()} processes: hindsight replay runs in one; start it without a launcher")
     if script.resume_from_checkpoint:
         run_files.check_same_run(folder, options.groups, FREE_TO_CHANGE)
     run_files.check_output_dir(folder, resumes=script.resume_from_checkpoint is not None)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from llm_policy import run_files
 from llm_policy.checkpoints import check_finished
-from llm_policy.errors import InputError, disk_errors, run_script
+from llm_policy.errors import InputError, check_alone, disk_errors, run_script
 from llm_policy.policy_gradient.arguments import read_arguments
 
 EXTRA = "requirements-policy-gradient.txt"
@@ -32,6 +32,7 @@ FREE_TO_CHANGE = {"output_dir", "resume_from_checkpoint", "logging_steps", "save
 @disk_errors("free space, then --resume_from_checkpoint auto")
 def main(argv: Sequence[str] | None = None) -> int:
     arguments, config = read_arguments(sys.argv[1:] if argv is None else list(argv), __doc__)
+    check_alone()
     folder = Path(str(arguments.output_dir))
     run_files.check_output_dir(folder, resumes=arguments.resume_from_checkpoint is not None)
     run_files.check_same_run(folder, [arguments], FREE_TO_CHANGE)

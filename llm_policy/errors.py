@@ -16,6 +16,7 @@ from llm_policy.startup import (
     OutputError,
     guard_streams,
     interrupts_raise,
+    process_count,
     process_index,
 )
 
@@ -34,6 +35,12 @@ class InputError(Exception):
 
     def __init__(self, message: object) -> None:
         super().__init__(" ".join(str(message).splitlines()))
+
+
+def check_alone() -> None:
+    """`InputError` where a launcher started several processes: all of them would do the same and write the same."""
+    if (count := process_count()) > 1:
+        raise InputError(f"{count} processes: this script runs in one; start it without torchrun or llm_policy.launch")
 
 
 def check_choices(arguments: object, choices: Mapping[str, Collection[str]]) -> None:

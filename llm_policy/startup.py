@@ -45,6 +45,12 @@ def process_index() -> int:
     return int(rank) if rank.isdecimal() else 0
 
 
+def process_count() -> int:
+    """How many such a launcher started; 1 where none did."""
+    count = os.environ.get("WORLD_SIZE", "")
+    return int(count) if count.isdecimal() else 1
+
+
 def announce(module_name: str, what: str = "PyTorch, Transformers and TRL") -> None:
     """`prepare`, and say on standard error what is being loaded, if `module_name` is the script that was called.
 

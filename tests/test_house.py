@@ -1,6 +1,7 @@
 """The rules of the house that import-linter cannot see: the root's modules are no packages; one command line."""
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
+
+from llm_policy.errors import InputError
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = {"train_script", "train_policy_gradient", "train_hindsight", "evaluate_policy", "search_policy", "report"}
@@ -53,3 +56,13 @@ def test_help_fits_on_one_screen_without_the_extras(script, tmp_path):
     done = subprocess.run(call, capture_output=True, text=True, check=True, env=environment, cwd=ROOT)
     assert len(done.stdout.splitlines()) <= 50
     assert "--config FILE" in done.stdout or module == "llm_policy.launch"  # torchrun's options, and the script's
+
+
+@pytest.mark.parametrize("script", ["evaluate_policy", "search_policy", "train_policy_gradient", "train_hindsight"])
+def test_scripts_of_one_process_refuse_a_launcher(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.chdir(tmp_path)
+    argv = ["--policies", "random"] if script == "evaluate_policy" else []
+    with pytest.raises(InputError, match=r"^2 processes: this script runs in one; start it without torchrun"):
+        importlib.import_module(script).main(argv)
+    assert not list(tmp_path.iterdir())
