@@ -14,9 +14,11 @@ pytest.importorskip("pydantic_monty", reason="requirements-drawing.txt")
 
 import evaluate_policy
 import train_script
+from llm_policy.chat import Reader
 from llm_policy.errors import InputError
 from llm_policy.run_files import ROOT
 from tasks.drawing import functions
+from tasks.drawing.judge import DrawingJudge
 from tasks.drawing.programs import cleaned, share_of_equal_pixels
 from tasks.drawing.sandbox import FUNCTIONS, LONGEST_CODE, Sandbox, code_of
 from tasks.drawing.targets import empty, random_program, read_target, squares, vertical_lines
@@ -351,11 +353,24 @@ def test_the_reward_and_what_it_logs(sandbox, tmp_path):
     logged = {}
     state = type("State", (), {"global_step": 5})
     assert reward(texts, trainer_state=state, log_metric=logged.__setitem__) == [0.5, 0.0, 0.0, 1.0]
-    assert logged["drawing/best"] == 1.0
+    assert (logged["drawing/best"], logged["drawing/generations"]) == (1.0, 6 * 4)
     assert logged["drawing/solved"] == logged["drawing/parse"] == logged["drawing/timeout"] == 0.25
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["share"], found["generation"]) == (1.0, 5 * 4 + 4)
     assert "draw_vertical_line(img, 1, 2)" in found["code"]
+
+
+def test_the_verdict_says_what_the_training_found(sandbox, tmp_path):
+    """The first perfect program ends a run, and the greedy one need not be perfect by then."""
+    file = tmp_path / "found.json"
+    judge = DrawingJudge(read_target("2-vertical-lines"), Reader(None), sandbox, False, {}, file)
+    answers = {"texts": [reply("def task(img):\n    draw_vertical_line(img, 0, 1)\n    return img\n")]}
+    now = "0 of 1 programs draw it, the best has 50% of the pixels"
+    for share, words in ((None, "not solved"), (0.5, "not solved"), (1.0, "solved by program 7 of the training")):
+        if share is not None:
+            file.write_text(json.dumps({"share": share, "generation": 7, "code": ""}))
+        between = "; now" if share == 1.0 else ":"
+        assert judge.judgement(answers).verdict == f"2-vertical-lines {words}{between} {now}"
 
 
 def test_the_best_program_is_kept(sandbox, tmp_path):

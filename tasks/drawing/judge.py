@@ -128,10 +128,12 @@ class DrawingJudge:
     def judgement(self, answers: Mapping) -> Judgement:
         score = self.score(answers)
         count = len(score.shares)
-        if score.perfect:
-            verdict = f"{self.target.name} solved: {score.perfect} of {count} programs draw it"
+        now = f"{score.perfect} of {count} programs draw it, the best has {score.best:.0%} of the pixels"
+        found = self.found()
+        if found and found["share"] == PERFECT:
+            verdict = f"{self.target.name} solved by program {found['generation']:,} of the training; now {now}"
         else:
-            verdict = f"{self.target.name} not solved: the best of {count} programs has {score.best:.0%} of the pixels"
+            verdict = f"{self.target.name} {'' if score.perfect else 'not '}solved: {now}"
         metrics = {
             "best": score.best,
             "mean": score.mean,
