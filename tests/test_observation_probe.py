@@ -7,9 +7,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-import report
 from llm_policy.environments.frozen_lake import acting_states, lake_mdp
 from llm_policy.environments.mdp import optimal_q
+from llm_policy.report import maps
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import observation_probe
@@ -52,8 +52,8 @@ def test_the_file_is_what_the_report_reads(tmp_path, monkeypatch):
     main(["--output", str(output), "--seeds", "7", "8"])
     found = json.loads(output.read_text())
     assert found["seeds"] == [7, 8]
-    monkeypatch.setattr(report, "made", lambda file: [])  # not committed
-    lines = report.probe_section(output).splitlines()
+    monkeypatch.setattr(maps, "made", lambda file: [])  # not committed
+    lines = maps.probe_section(output).splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == list(READERS)
     for percents in found["percent_of_optimal"].values():
         assert {dynamics: len(values) for dynamics, values in percents.items()} == {"not slippery": 2, "slippery": 2}

@@ -8,6 +8,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 import report
 from llm_policy.errors import InputError
+from llm_policy.plots import curves_figure
+from llm_policy.report import ablations, dates, drawing, files, lakes, maps, policy_gradient, speed, supervision
+from llm_policy.report.cells import listed
 
 # The history in which the results below were made: commit -> Unix time and date
 COMMITS = {"a" * 40: (300, "2026-11-22"), "b" * 40: (100, "2026-11-21"), "c" * 40: (200, "2026-11-21")}
@@ -47,9 +50,9 @@ def write_seed(folder, success: float, is_slippery: bool = True, run: dict | Non
 @pytest.fixture
 def results(tmp_path, monkeypatch):
     folder = tmp_path / "results"
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    monkeypatch.setattr(report, "RESULTS", folder)
-    monkeypatch.setattr(report, "history", lambda: COMMITS)
+    monkeypatch.setattr(files, "ROOT", tmp_path)
+    monkeypatch.setattr(files, "RESULTS", folder)
+    monkeypatch.setattr(dates, "history", lambda: COMMITS)
     for seed, success in ((1, 0.8), (2, 0.4)):
         write_seed(folder / f"canonical/canonical_slippery/seed-{seed}", success)
     write_seed(folder / "canonical/dry/seed-1", 1.0, is_slippery=False)
@@ -77,9 +80,9 @@ def cells(line: str) -> list[str]:
 
 
 def test_results_section(results):
-    found = report.training_results()
+    found = lakes.training_results()
     assert {name: len(seeds) for name, seeds in found.items()} == {"canonical_slippery": 2, "dry": 1}
-    lines = report.results_section(found).splitlines()
+    lines = lakes.results_section(found).splitlines()
     assert lines[2] == (
         "| [canonical_slippery](results/canonical/canonical_slippery) | 2 | **0.6000** (0.8000, 0.4000) of 0.8235 "
         "| **0.3000** (0.4000, 0.2000) of 0.7442 | **0.1500** (0.2000, 0.1000) | 9, 9 of 11 | 4.2, 4.2 | says 0.4 "
@@ -103,7 +106,7 @@ def test_the_summary_sets_each_score_beside_its_optimum(results):
     file = results / "maps_never_seen/random_maps_dry_ways_250/seed-7/evaluation.json"
     file.write_text(file.read_text().replace('"policy":', '"maps": 200, "policy":'))
     write_search(results / "policy_search/props_frozen_lake")
-    lines = report.all_sections(report.training_results())["summary"].splitlines()
+    lines = report.all_sections(lakes.training_results())["summary"].splitlines()
     lake, within = "slippery lake: success", "slippery lake: success within 100 steps"
     assert [cells(line) for line in lines[2:]] == [
         [
@@ -141,13 +144,13 @@ def test_the_summary_sets_each_score_beside_its_optimum(results):
 def test_a_row_has_the_dates_and_commits_of_its_runs(results, runs, expected):
     for seed, run in enumerate(runs):
         write_seed(results / f"canonical/other/seed-{seed}", 0.3, run=run)
-    [line] = [row for row in report.results_section(report.training_results()).splitlines() if "[other]" in row]
+    [line] = [row for row in lakes.results_section(lakes.training_results()).splitlines() if "[other]" in row]
     assert line.endswith(f"| {expected} |")
 
 
 def test_a_file_without_a_known_commit_has_the_date_of_its_content_in_git(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "ROOT", tmp_path)
-    monkeypatch.setattr(report, "history", report.history.__wrapped__)
+    monkeypatch.setattr(files, "ROOT", tmp_path)
+    monkeypatch.setattr(dates, "history", dates.history.__wrapped__)
 
     def git(*arguments: str, day: int = 1) -> str:
         when = f"2026-11-{day:02}T12:00:00+0000"
@@ -166,20 +169,20 @@ def test_a_file_without_a_known_commit_has_the_date_of_its_content_in_git(tmp_pa
     git("commit", "-q", "-m", "first", day=3)
     first = git("rev-parse", "HEAD")
     git("mv", "old.json", "moved.json")
-    assert report.date_and_commit(report.made(moved)) == f"2026-11-03, {first[:7]}"
+    assert dates.date_and_commit(dates.made(moved)) == f"2026-11-03, {first[:7]}"
     git("commit", "-q", "-m", "moved", day=5)
-    assert report.date_and_commit(report.made(moved)) == f"2026-11-03, {first[:7]}"
+    assert dates.date_and_commit(dates.made(moved)) == f"2026-11-03, {first[:7]}"
     (tmp_path / "run.json").write_text(json.dumps({"commit": git("rev-parse", "HEAD")}))
-    assert report.date_and_commit(report.made(tmp_path / "run.json")).startswith("2026-11-05, ")
+    assert dates.date_and_commit(dates.made(tmp_path / "run.json")).startswith("2026-11-05, ")
     moved.write_text('{"device": "two threads"}')
-    assert report.date_and_commit(report.made(moved)) == "not committed yet"
+    assert dates.date_and_commit(dates.made(moved)) == "not committed yet"
 
 
 def test_without_git_one_line_says_what_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(files, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     with pytest.raises(InputError, match=r"git rev-parse: .*; the dates of results need git and a full clone"):
-        report.history.__wrapped__()
+        dates.history.__wrapped__()
 
 
 def test_the_worst_of_equal_seeds_has_fewest_optimal_states(results):
@@ -190,7 +193,7 @@ def test_the_worst_of_equal_seeds_has_fewest_optimal_states(results):
         evaluation["policies"][2]["optimal_states"] = states
         (folder / "evaluation.json").write_text(json.dumps(evaluation))
         (folder / "result.txt").write_text(f"verdict: {states} states\n")
-    [line] = [row for row in report.results_section(report.training_results()).splitlines() if "[poor]" in row]
+    [line] = [row for row in lakes.results_section(lakes.training_results()).splitlines() if "[poor]" in row]
     assert line.endswith(f"| 3 states | {WHEN} |")
 
 
@@ -209,7 +212,7 @@ def test_ablations_section(results):
     metrics.write_text(
         metrics.read_text() + json.dumps({"step": 5, "seconds": 9.0, "policy/percent_of_optimal": 100.0}) + "\n"
     )
-    assert report.ablations_section(report.training_results()).splitlines()[2:] == [
+    assert ablations.ablations_section(lakes.training_results()).splitlines()[2:] == [
         "| *canonical_slippery, unchanged* | **0.6000** (0.8000, 0.4000) | 9, 9 of 11 | 5, never | 5, 2 | 4, 4 "
         f"| says 0.4 | {WHEN} |",
         "| [`--kl 1 --beta 2`](results/ablations/ablation_kl) | **0.3000** (0.3000) | 9 of 11 | never | 2 | 4 "
@@ -233,7 +236,7 @@ def test_supervision_section(results):
         evaluation = json.loads(file.read_text())
         evaluation["policies"].append(policy("warm start, greedy", seed / 100, seed))
         file.write_text(json.dumps(evaluation))
-    rows = [cells(line) for line in report.all_sections(report.training_results())["supervision"].splitlines()[2:]]
+    rows = [cells(line) for line in report.all_sections(lakes.training_results())["supervision"].splitlines()[2:]]
     assert rows == [
         [
             "[expected](results/canonical/canonical_slippery)", "2", "0.0005", "**0.6000** (0.8000, 0.4000)",
@@ -252,7 +255,7 @@ def test_flaws_section(results):
     names = ["natural_wrong_tenth", "cloning_wrong_tenth", "distillation_wrong_tenth", "natural_labels_only"]
     for number, name in enumerate(names):
         write_seed(results / "supervision" / name / "seed-1", number / 10)
-    rows = report.flaws_section(report.training_results()).splitlines()[2:]
+    rows = supervision.flaws_section(lakes.training_results()).splitlines()[2:]
     label = "[best and worst exchanged in a tenth of the states](results/supervision/natural_wrong_tenth)"
     assert [cells(row) for row in rows] == [
         [label, "**0.0000** (0.0000)", "**0.1000** (0.1000)", "**0.2000** (0.2000)", "9, 9, 9 of 11", "2", WHEN]
@@ -285,14 +288,14 @@ def test_policy_gradient_section(results):
     write_played(results / "policy_gradient/lake/seed-1", "frozen", scores, command="python -- --center false\n")
     of_episodes = {name: 100 * score for name, score in scores.items() if name != "optimal"}
     write_played(results / "policy_gradient/pole/seed-1", "mlp", of_episodes, 500, "CartPole-v1")
-    trained = report.training_results()
+    trained = lakes.training_results()
     for seeds in trained.values():
         for seed in seeds:
             seed["policies"]["untrained, greedy"] = policy("untrained, greedy", 0.0, 0)
     found = {"policy": "ours", "value": 55.0, "episodes": 1200}
     search = {"env_id": "CartPole-v1", "searched": "ours", "policies": [found], "minutes": 2.0}
     search["made"] = trained["natural_slippery"][0]["made"]
-    section = report.policy_gradient_section(report.policy_gradients(), trained, {"search": [search]})
+    section = policy_gradient.policy_gradient_section(policy_gradient.policy_gradients(), trained, {"search": [search]})
     rows = [cells(row) for row in section.splitlines()[2:]]
     lake, pole = "FrozenLake-v1: success in 100 steps", "CartPole-v1: return"
     assert [row[:5] for row in rows] == [
@@ -317,16 +320,18 @@ def test_a_budget_of_episodes_is_named_and_no_curve_of_its_own(results):
     scores = {"trained, greedy": 60.0, "trained, sampled": 50.0, "untrained, greedy": 9.0}
     command = "python -- --max_episodes 1200\n"
     write_played(results / "policy_gradient/short/seed-1", "mlp", scores, 500, "CartPole-v1", command)
-    played = report.policy_gradients()
-    assert "[PPO, mlp, 1,200 episodes](results/policy_gradient/short)" in report.policy_gradient_section(played, {}, {})
-    report.write_episode_curves()
+    played = policy_gradient.policy_gradients()
+    assert "[PPO, mlp, 1,200 episodes](results/policy_gradient/short)" in policy_gradient.policy_gradient_section(
+        played, {}, {}
+    )
+    policy_gradient.write_episode_curves()
     assert not list((results.parent / "docs").glob("pictures/policy_gradient*"))
 
 
 def test_the_curves_of_episodes_are_drawn(results):
     scores = {"trained, greedy": 60.0, "trained, sampled": 50.0, "untrained, greedy": 9.0}
     write_played(results / "policy_gradient/pole/seed-1", "mlp", scores, 500, "CartPole-v1")
-    report.write_episode_curves()
+    policy_gradient.write_episode_curves()
     pictures = {file.name for file in (results.parent / "docs/pictures").iterdir()}
     assert pictures == {f"policy_gradient_CartPole_{axis}.png" for axis in ("steps", "episodes", "minutes")}
 
@@ -338,7 +343,7 @@ def test_a_damaged_policy_gradient_is_one_line(results, name, text):
     write_played(folder, "mlp", {"trained, greedy": 60.0}, 500, "CartPole-v1")
     (folder / name).write_text(text)
     with pytest.raises(InputError) as raised:
-        report.policy_gradients()
+        policy_gradient.policy_gradients()
     assert "\n" not in str(raised.value)
 
 
@@ -361,7 +366,7 @@ def write_drawn(folder, best: tuple[float, ...], learner: str | None = None) -> 
 def test_drawing_section(results):
     write_drawn(results / "drawing/lines_grpo/seed-1", (0.4, 0.6))
     write_drawn(results / "drawing/lines_hindsight/seed-1", (0.6, 0.8, 1.0), "hindsight")
-    rows = [cells(row) for row in report.drawing_section(report.drawings()).splitlines()[2:]]
+    rows = [cells(row) for row in drawing.drawing_section(drawing.drawings()).splitlines()[2:]]
     assert rows == [
         [
             "5-vertical-lines", "[GRPO](results/drawing/lines_grpo)", "**0 of 1**", "32", "1.0", "2", "0.40 0.20",
@@ -372,7 +377,7 @@ def test_drawing_section(results):
             "0.60 0.30", "1.00 0.50", "0.75 3/64", "4.5", WHEN,
         ],
     ]  # fmt: skip
-    report.write_drawing_curves()
+    drawing.write_drawing_curves()
     pictures = {file.name for file in (results.parent / "docs/pictures").iterdir()}
     assert pictures == {f"drawing_5_vertical_lines_{axis}.png" for axis in ("generations", "minutes")}
 
@@ -384,7 +389,7 @@ def test_a_damaged_drawing_is_one_line(results, name, text):
     write_drawn(folder, (0.4,))
     (folder / name).write_text(text)
     with pytest.raises(InputError) as raised:
-        report.drawings()
+        drawing.drawings()
     assert "\n" not in str(raised.value)
 
 
@@ -394,7 +399,7 @@ def test_the_warm_start_alone_is_a_row_of_the_results(results):
         evaluation = json.loads((folder / "evaluation.json").read_text())
         evaluation["policies"].append(policy("warm start, greedy", 0.04, 2))
         (folder / "evaluation.json").write_text(json.dumps(evaluation))
-    rows = [cells(line) for line in report.results_section(report.training_results()).splitlines()]
+    rows = [cells(line) for line in lakes.results_section(lakes.training_results()).splitlines()]
     (row,) = (row for row in rows if "warm start" in row[0])
     assert row[:6] == [
         "*warm start, greedy, slippery*", "2", "**0.0400** (0.0400, 0.0400)", "**0.0200** (0.0200, 0.0200)", "",
@@ -405,7 +410,7 @@ def test_the_warm_start_alone_is_a_row_of_the_results(results):
 def test_the_summary_counts_the_optimum_of_many_seeds(results):
     for seed in range(1, 8):
         write_seed(results / f"canonical/natural_slippery/seed-{seed}", 1.0 if seed < 7 else 0.3)
-    row = report.all_sections(report.training_results())["summary"].splitlines()[2]
+    row = report.all_sections(lakes.training_results())["summary"].splitlines()[2]
     assert "| **0.9000** (the optimum in 6 of 7) | 0.8235 | 7 |" in row
 
 
@@ -424,7 +429,7 @@ def test_maps_section(results):
     row += f"| 20.0 | 10.0 | 1.4 | 0.8235 | 9.0, 9.0 of 11.0 | {{}} | {{}} | 2, 2 | 4, 4 | {WHEN} |"
 
     def rows() -> list[str]:
-        return report.maps_section({"random_maps_dry": report.training_results()["random_maps_dry"]}).splitlines()[2:]
+        return maps.maps_section({"random_maps_dry": lakes.training_results()["random_maps_dry"]}).splitlines()[2:]
 
     assert rows() == [row.format("", "")]
     # SFG: RIGHT twice. SF|FG: two best actions, DOWN, RIGHT
@@ -448,7 +453,7 @@ def test_maps_section(results):
 )  # fmt: skip
 def test_first_wrong_step_of_a_map_that_is_lost(grid, letters, expected):
     seed = {"is_slippery": False, "maps": [grid], "policies": {"trained, greedy": {"actions": [letters]}}}
-    assert report._first_wrong_steps([seed]) == expected
+    assert maps._first_wrong_steps([seed]) == expected
 
 
 def test_speed_section(results):
@@ -465,7 +470,7 @@ def test_speed_section(results):
         "floor_of_sampling": 0.5,
     }
     (results / "speed/step_time/one.json").write_text(json.dumps(content))
-    (line,) = report.speed_section().splitlines()[2:]
+    (line,) = speed.speed_section().splitlines()[2:]
     assert line == (
         "| [one](results/speed/step_time/one.json) | **5.0** (4.0 to 6.0) | 40.0, 10.0 | 2.0, 2.0 | 3.0, 3.0 "
         f"| 100, 100 | 5.0, 4.0 | 4.0 | 2 CPU threads, a processor | {WHEN} |"
@@ -488,7 +493,7 @@ def test_questions_section(results):
         (folder / "evaluation.json").write_text(json.dumps(content))
         (folder / "minutes.txt").write_text("9.6\n")
         (folder / "run.json").write_text(json.dumps({"commit": "b" * 40}))
-    found = report.all_sections(report.training_results())["questions"]
+    found = report.all_sections(lakes.training_results())["questions"]
     (line,) = found.splitlines()[2:]
     assert cells(line) == [
         "[riddles](results/questions/riddles)", "4, 4", "25, 25", "0.0 (0 to 32; 0.0, 0.0)",
@@ -512,7 +517,7 @@ def write_arc(results, right_of: dict[str, int]) -> None:
 
 def test_arc_has_a_row_for_all_seeds_of_a_task(results):
     write_arc(results, {"a/model": 2, "runs/piqa/seed-1": 1, "runs/piqa/seed-2": 2})
-    lines = report.all_sections(report.training_results())["arc"].splitlines()
+    lines = report.all_sections(lakes.training_results())["arc"].splitlines()
     rows = [cells(line) for line in lines[2:]]
     assert rows[0] == ["random option", "", "", "4", "25.0%", "", "", WHEN]
     assert rows[1] == ["always B", "", "", "4", "50.0%", "", "", WHEN]
@@ -531,7 +536,7 @@ def test_a_damaged_table_of_arc_is_one_line(results):
     file = results / "arc/evaluation.json"
     file.write_text(file.read_text().replace('"accuracy": 0.5', '"accuracy": "half"', 1))
     with pytest.raises(InputError, match=r"^results/arc/evaluation.json: its files are damaged"):
-        report.all_sections(report.training_results())
+        report.all_sections(lakes.training_results())
 
 
 def test_probe_section(results):
@@ -541,7 +546,7 @@ def test_probe_section(results):
         "percent_of_optimal": {"place": {"not slippery": [10.0, 20.0], "slippery": [5.0, 6.0]}},
     }
     path.write_text(json.dumps(content))
-    assert report.probe_section(path).splitlines() == [
+    assert maps.probe_section(path).splitlines() == [
         "| a small network reads | not slippery, percent of the optimum | slippery, percent of the optimum "
         "| date, commit |",
         "| --- | --- | --- | --- |",
@@ -552,8 +557,8 @@ def test_probe_section(results):
 def test_search_section(results):
     (results / "canonical/canonical_slippery").rename(results / "canonical/natural_slippery")
     write_search(results / "policy_search/props_frozen_lake")
-    lines = report.all_sections(report.training_results())["search"].splitlines()
-    assert "props_frozen_lake" not in report.training_results()
+    lines = report.all_sections(lakes.training_results())["search"].splitlines()
+    assert "props_frozen_lake" not in lakes.training_results()
     assert [line.split("|")[2].strip() for line in lines[2:]] == [
         "optimal", "random search", "hill climbing", "ProPS, model", "GRPO, this repository", "*PPO, published*",
     ]  # fmt: skip
@@ -565,7 +570,7 @@ def test_search_section(results):
 def test_a_damaged_file_is_named(results):
     (results / "canonical/dry/seed-1/evaluation.json").write_text('{"policies": [')
     with pytest.raises(InputError, match=r"^results/canonical/dry/seed-1/evaluation\.json: cannot be read as JSON"):
-        report.training_results()
+        lakes.training_results()
 
 
 DAMAGE = ["", "{}", "[]", "null", "3", '{"a": ', '[{"step": 1}]', "\x00"]
@@ -577,7 +582,7 @@ OF_A_SEED = ["evaluation.json", "run.json", "metrics.jsonl", "result.txt", "minu
 def test_whatever_a_file_of_a_seed_holds_the_answer_is_one_line_or_a_report(name, text, results):
     (results / "canonical/dry/seed-1" / name).write_text(text)
     try:
-        report.all_sections(report.training_results())
+        report.all_sections(lakes.training_results())
     except InputError as error:
         line = str(error)
     else:
@@ -613,13 +618,13 @@ def test_what_no_table_can_show_is_one_line(name, content, results):
         content if isinstance(content, str) else json.dumps(content)
     )
     with pytest.raises(InputError, match=r"^results/canonical/dry/seed-1") as caught:
-        report.training_results()
+        lakes.training_results()
     assert "\n" not in str(caught.value)
 
 
 def test_a_copy_beside_the_seeds_is_none(results):
     (results / "canonical/dry/seed-1").rename(results / "canonical/dry/seed-\xb2")
-    assert "dry" not in report.training_results()
+    assert "dry" not in lakes.training_results()
 
 
 def test_a_damaged_search_speed_or_document_is_one_line(results):
@@ -627,26 +632,26 @@ def test_a_damaged_search_speed_or_document_is_one_line(results):
     file = results / "policy_search/props_frozen_lake/seed-1/evaluation.json"
     file.write_text(file.read_text().replace("0.3", '"x"'))
     with pytest.raises(InputError, match=r"^results/policy_search/props_frozen_lake/seed-1: its files are damaged"):
-        report.all_sections(report.training_results())
+        report.all_sections(lakes.training_results())
     (results / "speed/step_time").mkdir(parents=True)
     (results / "speed/step_time/a.json").write_text("{}")
     with pytest.raises(InputError, match=r"^results/speed/step_time/a\.json: its files are damaged"):
-        report.speed_section()
+        speed.speed_section()
     (results.parent / "README.md").write_bytes(b"\xff")
     with pytest.raises(InputError, match=r"^README\.md: cannot be read as UTF-8 text"):
         report.documents()
 
 
 def test_curves_are_drawn(results, monkeypatch):
-    drawn, draw = {}, report.curves_figure
+    drawn, draw = {}, lakes.curves_figure
 
     def curves_figure(curves, lines, *labels):
         drawn.update(curves=curves, lines=lines, labels=labels)
         return draw(curves, lines, *labels)
 
-    monkeypatch.setattr(report, "curves_figure", curves_figure)
-    ours = report.training_results()["canonical_slippery"]
-    report.write_curves({"ours": ours}, results / "new/curves.png", "one lake")
+    monkeypatch.setattr(lakes, "curves_figure", curves_figure)
+    ours = lakes.training_results()["canonical_slippery"]
+    lakes.write_curves({"ours": ours}, results / "new/curves.png", "one lake")
     assert drawn["curves"] == {"ours (2 seeds)": [([1.0], [0.8]), ([1.0], [0.4])]}, "minutes, success"
     assert drawn["lines"] == {"optimal": 0.8235, "uniform random": 0.0139}
     assert drawn["labels"][0] == "minutes of GRPO, CPU"
@@ -657,7 +662,7 @@ def test_curves_are_drawn(results, monkeypatch):
 def test_a_picture_has_one_legend_and_a_title_that_is_not_cut(labels):
     title = "Percent of the optimum on maps never seen in training, not slippery"
     curves = {label: [([1.0, 2.0], [0.0, 90.0])] for label in labels}
-    figure = report.curves_figure(curves, {}, "minutes", "percent", title)
+    figure = curves_figure(curves, {}, "minutes", "percent", title)
     FigureCanvasAgg(figure).draw()
     [legend] = figure.legends
     assert legend.get_title().get_text() == title
@@ -676,7 +681,7 @@ def with_markers(*names: str) -> str:
 def test_a_section_is_replaced_and_nothing_else(tmp_path):
     begin, end = (marker.format(name="speed") for marker in (report.BEGIN, report.END))
     text = f"before\n{begin}\nold \\1\n{end}\nafter\n"
-    file = report.ROOT / "README.md"
+    file = files.ROOT / "README.md"
     new = report.with_section(text, "speed", "| new \\1 |", file)
     assert new == f"before\n{begin}\n| new \\1 |\n{end}\nafter\n"
     assert report.with_section(new, "speed", "| new \\1 |", file) == new
@@ -728,14 +733,14 @@ def test_the_files_are_written_and_checked(results, capsys):
 
 
 def test_without_results_one_line_says_what_makes_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(files, "RESULTS", tmp_path)
     with pytest.raises(InputError, match=r"results/: holds no finished seeds yet; results/run\.py makes them"):
         report.main([])
 
 
 def test_the_documents_are_what_results_say(capsys):
     try:
-        report.history()
+        dates.history()
     except InputError as error:
         pytest.skip(f"the dates of results are not known here: {error}")
     assert report.main(["--check"]) == 0, capsys.readouterr().out
@@ -743,7 +748,7 @@ def test_the_documents_are_what_results_say(capsys):
 
 def test_each_committed_result_has_a_date_and_a_commit():
     try:
-        sections = report.all_sections(report.training_results())
+        sections = report.all_sections(lakes.training_results())
     except InputError as error:
         pytest.skip(f"the dates of results are not known here: {error}")
     assert set(sections) == set(report.SECTIONS)
@@ -757,7 +762,7 @@ def test_each_committed_result_has_a_date_and_a_commit():
 
 def test_no_label_of_a_line_stands_on_another():
     lines = {"optimal": 100.0, "uniform random": 2.5, "best constant action": 0.0}
-    axes = report.curves_figure({"ours": [([1.0, 2.0], [0.0, 90.0])]}, lines, "minutes", "percent").axes[0]
+    axes = curves_figure({"ours": [([1.0, 2.0], [0.0, 90.0])]}, lines, "minutes", "percent").axes[0]
     heights = {text.get_text().strip(): text.get_position()[1] for text in axes.texts}
     assert heights == pytest.approx({"best constant action": 0.0, "uniform random": 6.0, "optimal": 100.0})
 
@@ -772,4 +777,4 @@ LISTS = [
 
 @pytest.mark.parametrize(("texts", "expected"), LISTS)
 def test_a_few_seeds_are_listed_and_many_summed_up(texts, expected):
-    assert report.listed(texts) == expected
+    assert listed(texts) == expected

@@ -1,0 +1,45 @@
+"""Cells of the tables."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+FEW = 5  # so many seeds are listed one by one
+
+
+def markdown(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = [list(headers), ["---"] * len(headers), *map(list, rows)]
+    assert all(len(line) == len(headers) for line in lines), "a row has as many cells as the header"
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def link(label: str, *parts: str) -> str:
+    """A link into results/, as it is written in the root; `with_section` of report.py fits it to the file."""
+    return f"[{label}]({'/'.join(('results', *parts))})"
+
+
+def link_to(name: str, seeds: Sequence[dict]) -> str:
+    return link(name, seeds[0]["study"], name)
+
+
+def values(rows: Sequence[dict], key: str, decimals: int | None = None) -> str:
+    """The mean in bold, and what the seeds gave behind it."""
+    found = [row[key] for row in rows]
+    if decimals is None:
+        decimals = 4 if max(map(abs, found)) < 10 else 1  # probabilities, or returns of long episodes
+    return f"**{np.mean(found):.{decimals}f}** ({listed([f'{value:.{decimals}f}' for value in found])})"
+
+
+def each(seeds: Iterable[dict], value) -> str:
+    return listed([str(value(seed)) for seed in seeds])
+
+
+def listed(texts: Sequence[str]) -> str:
+    """All of a few, else what they have in common or their range; every value is in the seeds' folders."""
+    if len(texts) <= FEW:
+        return ", ".join(texts)
+    if len(set(texts)) == 1:
+        return f"{texts[0]} in all {len(texts)}"
+    numbers = sorted((text for text in texts if text.replace(".", "").lstrip("-").isdigit()), key=float)
+    others = [text for text in dict.fromkeys(texts) if text not in numbers]
+    return ", ".join([f"{numbers[0]} to {numbers[-1]}" if numbers else "", *others]).strip(", ")

@@ -1,0 +1,39 @@
+"""Where results lie, and the reading of one file: a damaged one is one line that names it.
+
+Other modules say `files.ROOT` and `files.RESULTS`, because tests put another folder there.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from llm_policy.errors import InputError
+from llm_policy.reading import read_text
+from llm_policy.run_files import ROOT
+
+RESULTS = ROOT / "results"
+
+
+def read_json(file: Path) -> dict:
+    try:
+        return TypeAdapter(dict).validate_python(json.loads(read_text(file)))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"{shown(file)}: cannot be read as JSON ({reason}); run it again or delete it") from error
+
+
+def shown(path: Path) -> str:
+    """A path below the repository's root without that root."""
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
+
+
+@contextmanager
+def whole(seed: Path) -> Iterator[None]:
+    """One line where the files of a seed are not what the scripts write."""
+    try:
+        yield
+    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{shown(seed)}: its files are damaged ({error!r}); run it again or delete it") from error

@@ -1,0 +1,180 @@
+"""Policy gradients: what each algorithm and actor reaches on each environment, and how fast."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter
+
+from llm_policy.plots import curves_figure
+from llm_policy.reading import read_text
+from llm_policy.report import files
+from llm_policy.report.cells import each, link, listed, markdown, values
+from llm_policy.report.dates import made, made_by
+from llm_policy.report.lakes import SUMMARY_LAKE, PolicyRow
+from llm_policy.report.studies import (
+    CANONICAL,
+    POLICY_GRADIENT,
+    REFERENCES,
+    SAMPLED,
+    SEARCH,
+    TRAINED,
+    UNTRAINED,
+    finished_seeds,
+    read_minutes,
+    results_of,
+    rows_by_name,
+)
+
+LINES_PER_POINT = 8  # of a curve
+
+
+class EpisodeRow(BaseModel, strict=True):
+    """What the table takes from a row of evaluation.json that comes from episodes."""
+
+    policy: str
+    mean_return: FiniteFloat
+
+
+class EpisodeLine(BaseModel, strict=True):
+    """What the table and the pictures take from a line of metrics.jsonl."""
+
+    step: int
+    episodes: int
+    seconds: FiniteFloat
+    mean_return_of_25_episodes: FiniteFloat | None = None  # none before the first episode has ended
+
+
+def policy_gradients() -> dict[str, list[dict]]:
+    """Name -> finished seeds of train_policy_gradient.py."""
+    return results_of(POLICY_GRADIENT, played_by)
+
+
+def played_by(folder: Path) -> list[dict]:
+    """The finished seeds of one policy gradient: evaluation, metrics, minutes, and which actor learnt how."""
+    found = []
+    for seed in finished_seeds(folder, ("evaluation.json", "run.json", "metrics.jsonl", "minutes.txt")):
+        with files.whole(seed):
+            evaluation, run = files.read_json(seed / "evaluation.json"), files.read_json(seed / "run.json")
+            command = read_text(folder / "command.txt")
+            budget = re.search(r"--max_episodes[ =](\d+)", command)
+            is_exact = "success_at_horizon" in evaluation["policies"][0]
+            rows = rows_by_name(evaluation, PolicyRow if is_exact else EpisodeRow, TRAINED)
+            lines = [json.loads(line) for line in read_text(seed / "metrics.jsonl").splitlines()]
+            TypeAdapter(Annotated[list[EpisodeLine], Field(min_length=1)]).validate_python(lines)
+            found.append(
+                {
+                    **{name: run[name] for name in ("env_id", "algorithm", "actor", "horizon_steps")},
+                    "options": evaluation["env_options"],
+                    "score": "success_at_horizon" if is_exact else "mean_return",
+                    "is_centered": not re.search(r"--center[ =]false", command),
+                    "max_episodes": int(budget[1]) if budget else None,
+                    "policies": rows,
+                    "metrics": lines,
+                    "minutes": read_minutes(seed),
+                    "made": made(seed / "run.json"),
+                }
+            )
+    return found
+
+
+def policy_gradient_section(
+    results: Mapping[str, list[dict]], trained: Mapping[str, list[dict]], searches: Mapping[str, list[dict]]
+) -> str:
+    """Each environment: what looks at nothing, each algorithm and actor, searches; on the lake GRPO as well."""
+    headers = (
+        "environment", "policy", "seeds", "trained, greedy", "trained, sampled", "untrained", "steps", "episodes",
+        "minutes", "steps per second", "date, commit",
+    )  # fmt: skip
+    rows = []
+    by_environment: dict[str, dict[str, list[dict]]] = {}
+    for name, seeds in results.items():
+        by_environment.setdefault(_where(seeds[0]), {})[name] = seeds
+    for where, found in by_environment.items():
+        first = next(iter(found.values()))
+        score = first[0]["score"]
+        decimals = 4 if score == "success_at_horizon" else 1
+        for policy, row in first[0]["policies"].items():
+            if policy.startswith((*REFERENCES, "no action")):
+                rows.append([where, policy, "", f"{row[score]:.{decimals}f}", *[""] * 6, made_by(first[:1])])
+        for name, seeds in found.items():
+            label = _actor(seeds[0])
+            last = [seed["metrics"][-1] for seed in seeds]
+            rows.append(
+                [
+                    where,
+                    link(label, POLICY_GRADIENT, name),
+                    len(seeds),
+                    *(
+                        values([seed["policies"][kind] for seed in seeds], score, decimals)
+                        for kind in (TRAINED, SAMPLED, UNTRAINED)
+                    ),
+                    listed([f"{line['step']:,}" for line in last]),
+                    listed([f"{line['episodes']:,}" for line in last]),
+                    each(seeds, lambda seed: f"{seed['minutes']:.1f}"),
+                    listed([f"{line['step'] / line['seconds']:.0f}" for line in last]),
+                    made_by(seeds),
+                ]
+            )
+        for name, seeds in searches.items():
+            if seeds[0]["env_id"] == first[0]["env_id"]:
+                own = [next(row for row in seed["policies"] if row["policy"] == seed["searched"]) for seed in seeds]
+                minutes = each(seeds, lambda seed: f"{seed['minutes']:.1f}")
+                played = listed([f"{row['episodes']:,}" for row in own])
+                label, score_of_search = link(seeds[0]["searched"], SEARCH, name), values(own, "value", decimals)
+                rows.append(
+                    [where, label, len(seeds), score_of_search, "", "", "", played, minutes, "", made_by(seeds)]
+                )
+        if first[0]["env_id"] == "FrozenLake-v1" and SUMMARY_LAKE in trained:
+            runs = trained[SUMMARY_LAKE]
+            scores = [values([run["policies"][kind] for run in runs], score) for kind in (TRAINED, SAMPLED, UNTRAINED)]
+            minutes = each(runs, lambda run: f"{run['minutes']:.1f}")
+            label = link("GRPO, this repository", CANONICAL, SUMMARY_LAKE)
+            rows.append([where, label, len(runs), *scores, "", "none: the expert's Q", minutes, "", made_by(runs)])
+    return markdown(headers, rows)
+
+
+def _actor(seed: dict) -> str:
+    """Algorithm and actor, in words."""
+    budget = f", {seed['max_episodes']:,} episodes" if seed["max_episodes"] else ""
+    return f"{seed['algorithm'].upper()}, {seed['actor']}{'' if seed['is_centered'] else ', not centred'}{budget}"
+
+
+def _where(seed: dict) -> str:
+    options = f" {json.dumps(seed['options'])}" if seed["options"] else ""
+    what = f"success in {seed['horizon_steps']} steps" if seed["score"] == "success_at_horizon" else "return"
+    return f"{seed['env_id']}{options}: {what}"
+
+
+def write_episode_curves() -> None:
+    """A policy gradient's return while it learns, against episodes, steps and minutes: a picture per environment."""
+    by_environment: dict[str, dict[str, list[dict]]] = {}
+    for seeds in policy_gradients().values():
+        if not seeds[0]["max_episodes"]:  # those are beginnings of the others
+            by_environment.setdefault(seeds[0]["env_id"], {})[_actor(seeds[0])] = seeds
+    axes = {
+        "episodes": ("episodes", lambda line: line["episodes"]),
+        "steps": ("steps in the environment", lambda line: line["step"]),
+        "minutes": ("minutes, CPU", lambda line: line["seconds"] / 60),
+    }
+    for env_id, results in by_environment.items():
+        for name, (x_label, x_of) in axes.items():
+            curves = {
+                f"{label} ({len(seeds)} seed{'s' * (len(seeds) > 1)})": [_episode_curve(seed, x_of) for seed in seeds]
+                for label, seeds in results.items()
+            }
+            figure = curves_figure(curves, {}, x_label, "mean return of 25 episodes, smoothed", env_id)
+            file = files.ROOT / "docs" / "pictures" / f"policy_gradient_{env_id.partition('-')[0]}_{name}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(file, dpi=130)
+
+
+def _episode_curve(seed: dict, x_of: Callable[[dict], float]) -> tuple[list[float], list[float]]:
+    """Means of `LINES_PER_POINT` neighbouring lines: 25 episodes of 0 or 1 alone are mostly chance."""
+    lines = [line for line in seed["metrics"] if "mean_return_of_25_episodes" in line]
+    groups = [lines[i : i + LINES_PER_POINT] for i in range(0, len(lines), LINES_PER_POINT)]
+    means = [float(np.mean([line["mean_return_of_25_episodes"] for line in group])) for group in groups]
+    return [x_of(group[-1]) for group in groups], means

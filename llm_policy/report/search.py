@@ -1,0 +1,60 @@
+"""In-context policy search beside its baselines at equal episodes."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import BaseModel, FiniteFloat
+
+from llm_policy.report.cells import each, link, link_to, markdown, values
+from llm_policy.report.dates import made_by
+from llm_policy.report.lakes import SUMMARY_LAKE
+from llm_policy.report.studies import SEARCH, TRAINED, evaluations, results_of, rows_by_name
+
+
+class SearchRow(BaseModel, strict=True):
+    """What the table takes from a row of evaluation.json."""
+
+    policy: str
+    value: FiniteFloat
+    episodes: int | None
+
+
+def policy_searches() -> dict[str, list[dict]]:
+    """Name -> finished seeds of search_policy.py."""
+    return results_of(SEARCH, searches_of)
+
+
+def searches_of(folder: Path) -> list[dict]:
+    """`evaluation.json` of the finished seeds of one policy search, and its minutes."""
+    return evaluations(folder, lambda evaluation: rows_by_name(evaluation, SearchRow, evaluation["searched"]))
+
+
+def search_section(searches: Mapping[str, list[dict]], trained: Mapping[str, list[dict]]) -> str:
+    """In-context policy search beside its baselines at equal episodes, and beside GRPO on the same lake."""
+    headers = (
+        "environment", "policy", "seeds", "return within the limit", "episodes", "minutes", "result or source",
+        "date, commit",
+    )  # fmt: skip
+    rows = []
+    for name, seeds in searches.items():
+        env_id = seeds[0]["env_id"]
+        for policy in (row["policy"] for row in seeds[0]["policies"]):
+            found = [next(row for row in seed["policies"] if row["policy"] == policy) for seed in seeds]
+            episodes = ", ".join(str(row["episodes"]) for row in found if row["episodes"] is not None)
+            is_searched = policy == seeds[0]["searched"]
+            minutes = each(seeds, lambda seed: f"{seed['minutes']:.1f}") if is_searched else ""
+            source = link(name, SEARCH, name) if is_searched else ""
+            score = values(found, "value")
+            rows.append([env_id, policy, len(seeds), score, episodes, minutes, source, made_by(seeds)])
+        if env_id == "FrozenLake-v1" and SUMMARY_LAKE in trained:
+            runs = trained[SUMMARY_LAKE]
+            score = values([run["policies"][TRAINED] for run in runs], "success_at_horizon")
+            minutes = each(runs, lambda run: f"{run['minutes']:.1f}")
+            source = link_to(SUMMARY_LAKE, runs)
+            row = [env_id, "GRPO, this repository", len(runs), score, "none: the expert's Q", minutes, source]
+            rows.append([*row, made_by(runs)])
+        for policy, value in seeds[0]["published"].items():
+            who = "GPT-4o, " if policy.startswith("ProPS") else ""
+            source = f"{who}arXiv 2511.21928"
+            rows.append([env_id, f"*{policy}, published*", 10, f"*{value}*", "8,000", "", source, ""])
+    return markdown(headers, rows)

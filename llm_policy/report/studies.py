@@ -1,0 +1,64 @@
+"""The studies: their folders in results/, their finished seeds, and the policies that their evaluations name."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from pydantic import BaseModel, FiniteFloat, TypeAdapter
+
+from llm_policy.reading import read_text
+from llm_policy.report import files
+from llm_policy.report.dates import made
+
+# Folders of results/. Those of training hold seeds that were trained on lakes
+CANONICAL, ORIGINAL, ABLATIONS, SUPERVISION, MAPS, SEARCH, POLICY_GRADIENT, QUESTIONS, ARC, DRAWING, SPEED = (
+    "canonical", "original", "ablations", "supervision", "maps_never_seen", "policy_search", "policy_gradient",
+    "questions", "arc", "drawing", "speed",
+)  # fmt: skip
+TRAINING = (CANONICAL, ORIGINAL, ABLATIONS, SUPERVISION, MAPS)
+STUDIES = (*TRAINING, SEARCH, POLICY_GRADIENT, QUESTIONS, ARC, DRAWING, SPEED)
+
+# Rows of every evaluation.json, by the beginning of their names: which constant action is best stands behind it
+REFERENCES = ("optimal", "uniform random", "best constant action")
+UNTRAINED, WARM_START, TRAINED, SAMPLED = (
+    "untrained, greedy", "warm start, greedy", "trained, greedy", "trained, sampled",
+)  # fmt: skip
+
+
+def results_of(study: str, seeds_of: Callable[[Path], list[dict]]) -> dict[str, list[dict]]:
+    """Name -> finished seeds, of one study."""
+    folders = sorted(folder for folder in (files.RESULTS / study).glob("*") if folder.is_dir())
+    return {folder.name: seeds for folder in folders if (seeds := seeds_of(folder))}
+
+
+def finished_seeds(folder: Path, names: Iterable[str]) -> list[Path]:
+    """The folders `seed-N` of one result that hold all files of these names, by number."""
+    seeds = [seed for seed in folder.glob("seed-*") if seed.name.removeprefix("seed-").isdecimal()]
+    whole = [seed for seed in seeds if all((seed / name).exists() for name in names)]
+    return sorted(whole, key=lambda seed: int(seed.name.removeprefix("seed-")))
+
+
+def evaluations(folder: Path, check: Callable[[dict], object]) -> list[dict]:
+    """`evaluation.json` of the finished seeds of one result, and its minutes. `check` raises for a damaged one."""
+    found = []
+    for seed in finished_seeds(folder, ("evaluation.json", "run.json", "minutes.txt")):
+        with files.whole(seed):
+            minutes = read_minutes(seed)
+            evaluation = files.read_json(seed / "evaluation.json")
+            check(evaluation)
+            found.append(evaluation | {"minutes": minutes, "made": made(seed / "run.json")})
+    return found
+
+
+def rows_by_name(evaluation: dict, kind: type[BaseModel], needed: str) -> dict[str, dict]:
+    """The rows of an evaluation; `ValueError` where one is not of this kind, or none is called `needed`."""
+    rows = TypeAdapter(list[dict]).validate_python(evaluation["policies"])
+    for row in rows:
+        kind.model_validate(row)
+    found = {row["policy"]: row for row in rows}
+    if needed not in found:
+        raise ValueError(f"no row {needed!r}")
+    return found
+
+
+def read_minutes(seed: Path) -> float:
+    return TypeAdapter(FiniteFloat).validate_python(read_text(seed / "minutes.txt").strip())

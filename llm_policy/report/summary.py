@@ -1,0 +1,95 @@
+"""The summary in README.md, across all subjects."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from llm_policy.environments.mdp import OPTIMAL_PERCENT
+from llm_policy.report.cells import FEW, link, markdown, values
+from llm_policy.report.dates import made_by
+from llm_policy.report.lakes import SUMMARY_LAKE
+from llm_policy.report.studies import POLICY_GRADIENT, SEARCH, TRAINED, UNTRAINED
+
+# The rows of training: what each is called there, and the score
+SUMMARY = {
+    "natural_slippery": ("GRPO, this repository", "success_probability"),
+    "original_reproduced": ("the original, reproduced", "success_probability"),
+    "cloning_slippery": ("supervision: cloning of the best action", "success_probability"),
+    "natural_deterministic": ("GRPO, this repository", "success_probability"),
+    "random_maps_dry_ways_250": ("GRPO, this repository", "percent_of_optimal"),
+    "random_maps_slippery_ways_250": ("GRPO, this repository", "percent_of_optimal"),
+}
+SUMMARY_SEARCH = "props_frozen_lake"
+SUMMARY_POLICY_GRADIENTS = {  # what each is called there; within the step limit
+    "frozen_lake_ppo_mlp": "PPO, a network that reads the state's number",
+    "frozen_lake_ppo_frozen": "PPO, behind SmolLM2-135M-Instruct that reads the grid",
+}
+
+
+def summary_section(
+    results: Mapping[str, list[dict]], searches: Mapping[str, list[dict]], played: Mapping[str, list[dict]]
+) -> str:
+    """The table of README.md: each system beside its optimum and its baselines."""
+    rows = [_summary_row(name, results[name]) for name in SUMMARY if name in results]
+    if SUMMARY_LAKE in results:
+        rows[1:1] = _summary_baselines(results[SUMMARY_LAKE][0])
+    if SUMMARY_SEARCH in searches:
+        rows += _summary_searches(searches[SUMMARY_SEARCH])
+    for name, label in SUMMARY_POLICY_GRADIENTS.items():
+        if name in played:
+            rows.append(_summary_policy_gradient(name, label, played[name]))
+    headers = ("system", "environment", "score: mean (each seed)", "optimum", "seeds", "minutes per seed")
+    return markdown((*headers, "date, commit"), rows)
+
+
+def _summary_row(name: str, seeds: Sequence[dict]) -> list[object]:
+    system, score = SUMMARY[name]
+    trained = [seed["policies"][TRAINED] for seed in seeds]
+    if score == "percent_of_optimal":
+        ice = "slippery" if seeds[0]["is_slippery"] else "not slippery"
+        where = f"{trained[0]['maps']} maps never seen, {ice}: percent of the optimum"
+        scores, optimum = values(trained, score, 1), "100"
+    else:
+        where = f"{'slippery lake' if seeds[0]['is_slippery'] else 'lake without slip'}: success"
+        scores, optimum = values(trained, score), f"{trained[0]['optimal_success']:.4f}"
+        if len(trained) > FEW:
+            at_optimum = sum(row["percent_of_optimal"] >= OPTIMAL_PERCENT for row in trained)
+            mean = np.mean([row[score] for row in trained])
+            scores = f"**{mean:.4f}** (the optimum in {at_optimum} of {len(trained)})"
+    minutes = f"{np.mean([seed['minutes'] for seed in seeds]):.0f}"
+    label = link(system, seeds[0]["study"], name)
+    return [label, where, scores, optimum, len(seeds), minutes, made_by(seeds)]
+
+
+def _summary_baselines(seed: dict) -> list[list[object]]:
+    """The untrained model, the best constant action and uniform random choice, on the slippery lake."""
+    rows = []
+    for beginning in (UNTRAINED, "best constant action", "uniform random"):
+        for name, row in seed["policies"].items():
+            if name.startswith(beginning):
+                label = {UNTRAINED: "untrained model", "uniform random": "uniformly random policy"}.get(name, name)
+                success, optimum = f"{row['success_probability']:.4f}", f"{row['optimal_success']:.4f}"
+                rows.append([label, "slippery lake: success", success, optimum, "exact", "", made_by([seed])])
+    return rows
+
+
+def _summary_searches(seeds: Sequence[dict]) -> list[list[object]]:
+    """Policy search in context and hill climbing: success within the step limit, because their episodes have one."""
+    where = f"slippery lake: success within {seeds[0]['horizon_steps']} steps"
+    optimum = next(row["value"] for row in seeds[0]["policies"] if row["policy"] == "optimal")
+    rows = []
+    for name in (seeds[0]["searched"], "hill climbing"):
+        found = [row for seed in seeds for row in seed["policies"] if row["policy"] == name]
+        is_searched = name == seeds[0]["searched"]
+        label = link(name, SEARCH, SUMMARY_SEARCH) if is_searched else name
+        minutes = f"{np.mean([seed['minutes'] for seed in seeds]):.0f}" if is_searched else ""
+        rows.append([label, where, values(found, "value"), f"{optimum:.4f}", len(found), minutes, made_by(seeds)])
+    return rows
+
+
+def _summary_policy_gradient(name: str, label: str, seeds: Sequence[dict]) -> list[object]:
+    where = f"slippery lake: success within {seeds[0]['horizon_steps']} steps"
+    scores = values([seed["policies"][TRAINED] for seed in seeds], "success_at_horizon")
+    optimum = f"{seeds[0]['policies']['optimal']['success_at_horizon']:.4f}"
+    minutes = f"{np.mean([seed['minutes'] for seed in seeds]):.1f}"
+    return [link(label, POLICY_GRADIENT, name), where, scores, optimum, len(seeds), minutes, made_by(seeds)]
