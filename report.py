@@ -27,6 +27,7 @@ from llm_policy.report.ablations import ablations_section
 from llm_policy.report.drawing import drawing_section, drawings, write_drawing_curves
 from llm_policy.report.lakes import of_studies, results_section, training_results, write_learning_curves
 from llm_policy.report.maps import maps_and_observations, maps_section, probe_section, write_map_curves
+from llm_policy.report.other_games import other_games, other_games_section
 from llm_policy.report.policy_gradient import policy_gradient_section, policy_gradients, write_episode_curves
 from llm_policy.report.questions import arc_section, question_results, questions_section
 from llm_policy.report.search import policy_searches, search_section
@@ -38,7 +39,7 @@ from llm_policy.report.supervision import flaws_section, supervision_section, wr
 BEGIN, END = "<!-- {name}: written by report.py -->", "<!-- end of {name} -->"
 SECTIONS = (
     "summary", "results", "ablations", "supervision", "supervision_flaws", "supervision_maps", "maps", "observations",
-    "probe", "search", "policy_gradient", "questions", "arc", "drawing", "speed",
+    "probe", "other_games", "search", "policy_gradient", "questions", "arc", "drawing", "speed",
 )  # fmt: skip
 
 
@@ -48,9 +49,9 @@ def all_sections(results: Mapping[str, list[dict]]) -> dict[str, str]:
     maps, observations = maps_and_observations(results)
     taught = {name: seeds for name, seeds in of_studies(results, SUPERVISION).items() if "_maps_" in name}
     on_one_lake = of_studies(results, CANONICAL, ORIGINAL)
-    played = policy_gradients()
+    played, games = policy_gradients(), other_games()
     sections = {
-        "summary": summary_section(results, searches, played) if on_one_lake else None,
+        "summary": summary_section(results, searches, played, games) if on_one_lake else None,
         "results": results_section(on_one_lake) if on_one_lake else None,
         "ablations": ablations_section(results) if of_studies(results, ABLATIONS) else None,
         "supervision": supervision_section(results) if "cloning_slippery" in results else None,
@@ -58,6 +59,7 @@ def all_sections(results: Mapping[str, list[dict]]) -> dict[str, str]:
         "supervision_maps": maps_section(taught) if taught else None,
         "maps": maps_section(maps) if maps else None,
         "observations": maps_section(observations) if observations else None,
+        "other_games": other_games_section(games) if games else None,
         "search": search_section(searches, results) if searches else None,
     }
     if played:

@@ -10,12 +10,15 @@ from llm_policy.report import files
 from llm_policy.report.dates import made
 
 # Folders of results/. Those of training hold seeds that were trained on lakes
-CANONICAL, ORIGINAL, ABLATIONS, SUPERVISION, MAPS, SEARCH, POLICY_GRADIENT, QUESTIONS, ARC, DRAWING, SPEED = (
-    "canonical", "original", "ablations", "supervision", "maps_never_seen", "policy_search", "policy_gradient",
-    "questions", "arc", "drawing", "speed",
+(
+    CANONICAL, ORIGINAL, ABLATIONS, SUPERVISION, MAPS, OTHER_GAMES, SEARCH, POLICY_GRADIENT, QUESTIONS, ARC, DRAWING,
+    SPEED,
+) = (
+    "canonical", "original", "ablations", "supervision", "maps_never_seen", "other_games", "policy_search",
+    "policy_gradient", "questions", "arc", "drawing", "speed",
 )  # fmt: skip
 TRAINING = (CANONICAL, ORIGINAL, ABLATIONS, SUPERVISION, MAPS)
-STUDIES = (*TRAINING, SEARCH, POLICY_GRADIENT, QUESTIONS, ARC, DRAWING, SPEED)
+STUDIES = (*TRAINING, OTHER_GAMES, SEARCH, POLICY_GRADIENT, QUESTIONS, ARC, DRAWING, SPEED)
 
 # Rows of every evaluation.json, by the beginning of their names: which constant action is best stands behind it
 REFERENCES = ("optimal", "uniform random", "best constant action")

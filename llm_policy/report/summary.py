@@ -8,6 +8,7 @@ from llm_policy.environments.mdp import OPTIMAL_PERCENT
 from llm_policy.report.cells import FEW, link, markdown, values
 from llm_policy.report.dates import made_by
 from llm_policy.report.lakes import SUMMARY_LAKE
+from llm_policy.report.other_games import summary_row
 from llm_policy.report.studies import POLICY_GRADIENT, SEARCH, TRAINED, UNTRAINED
 
 # The rows of training: what each is called there, and the score
@@ -27,12 +28,14 @@ SUMMARY_POLICY_GRADIENTS = {  # what each is called there; within the step limit
 
 
 def summary_section(
-    results: Mapping[str, list[dict]], searches: Mapping[str, list[dict]], played: Mapping[str, list[dict]]
-) -> str:
+    results: Mapping[str, list[dict]], searches: Mapping[str, list[dict]], played: Mapping[str, list[dict]],
+    games: Mapping[str, list[dict]],
+) -> str:  # fmt: skip
     """The table of README.md: each system beside its optimum and its baselines."""
     rows = [_summary_row(name, results[name]) for name in SUMMARY if name in results]
     if SUMMARY_LAKE in results:
         rows[1:1] = _summary_baselines(results[SUMMARY_LAKE][0])
+    rows += [summary_row(name, seeds) for name, seeds in games.items()]
     if SUMMARY_SEARCH in searches:
         rows += _summary_searches(searches[SUMMARY_SEARCH])
     for name, label in SUMMARY_POLICY_GRADIENTS.items():
