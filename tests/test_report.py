@@ -9,7 +9,18 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 import report
 from llm_policy.errors import InputError
 from llm_policy.plots import curves_figure
-from llm_policy.report import ablations, dates, drawing, files, lakes, maps, policy_gradient, speed, supervision
+from llm_policy.report import (
+    ablations,
+    dates,
+    drawing,
+    files,
+    lakes,
+    maps,
+    other_games,
+    policy_gradient,
+    speed,
+    supervision,
+)
 from llm_policy.report.cells import listed
 
 # The history in which the results below were made: commit -> Unix time and date
@@ -345,6 +356,36 @@ def test_a_damaged_policy_gradient_is_one_line(results, name, text):
     with pytest.raises(InputError) as raised:
         policy_gradient.policy_gradients()
     assert "\n" not in str(raised.value)
+
+
+def test_other_games_section(results):
+    """What looks at nothing, then the model before and after, by return; a row of the summary as well."""
+
+    def row(name: str, score: float) -> dict:
+        return {
+            "policy": name, "return_at_horizon": score, "optimal_return": -13.0, "percent_of_optimal": 50.0,
+            "optimal_states": 9.0, "acting_states": 37.0, "horizon_steps": 100.0,
+        }  # fmt: skip
+
+    for seed, trained in ((1, -13.0), (2, -15.0)):
+        folder = results / f"other_games/cliff/seed-{seed}"
+        folder.mkdir(parents=True)
+        rows = [row("optimal", -13.0), row("untrained, greedy", -100.0), row("trained, greedy", trained)]
+        (folder / "evaluation.json").write_text(json.dumps({"env_id": "CliffWalking-v1", "policies": rows}))
+        (folder / "run.json").write_text(json.dumps({"commit": "b" * 40}))
+        (folder / "minutes.txt").write_text("9.6\n")
+    games = other_games.other_games()
+    where = "CliffWalking-v1: return in 100 steps"
+    assert [cells(line) for line in other_games.other_games_section(games).splitlines()[2:]] == [
+        [where, "optimal", "", "-13.0", "50.0", "9 of 37", "", WHEN],
+        [where, "untrained, greedy", "2", "**-100.0** (-100.0, -100.0)", "**50.0** (50.0, 50.0)", "9, 9 of 37", "",
+         WHEN],
+        [where, "[trained, greedy](results/other_games/cliff)", "2", "**-14.0** (-13.0, -15.0)",
+         "**50.0** (50.0, 50.0)", "9, 9 of 37", "10, 10", WHEN],
+    ]  # fmt: skip
+    assert other_games.summary_row("cliff", games["cliff"]) == [
+        "[GRPO, this repository](results/other_games/cliff)", where, "**-14.0** (-13.0, -15.0)", "-13.0", 2, "10", WHEN,
+    ]  # fmt: skip
 
 
 def write_drawn(folder, best: tuple[float, ...], learner: str | None = None) -> None:
