@@ -30,11 +30,12 @@ from llm_policy.chat import Reader, check_prompt
 from llm_policy.checkpoints import check_finished
 from llm_policy.command_line import parse_arguments
 from llm_policy.environments.judge import BASELINES, PICTURE_FILE, is_baseline
-from llm_policy.errors import InputError, check_alone, run_script
+from llm_policy.errors import InputError, check_alone, packages_of, run_script
 from llm_policy.grpo.lifecycle import WARM_START_FOLDER
 from llm_policy.hardware import take_granted_threads
 from llm_policy.models import context_tokens, load_model, load_tokenizer
 from llm_policy.number_format import faster_format
+from llm_policy.policy_gradient.arguments import EXTRA
 from llm_policy.run_files import EVALUATION_FILE, TABLE_FILE, check_output_dir, only_process_in, run_settings
 from tasks import TASKS, Comparison, Judge, task_module
 
@@ -145,13 +146,8 @@ def model_answers(name: str, settings: dict, arguments: EvaluationArguments, sha
 
 def policy_gradient_judge() -> ModuleType:
     """Of the runs of train_policy_gradient.py; `InputError` where its packages are missing."""
-    try:
+    with packages_of(EXTRA):
         return importlib.import_module("llm_policy.policy_gradient.judge")
-    except ImportError as error:
-        raise InputError(
-            f"--policies: a run of train_policy_gradient.py needs a package ({error}); "
-            "pip install -r requirements-policy-gradient.txt"
-        ) from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:

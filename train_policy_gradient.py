@@ -21,10 +21,9 @@ from pathlib import Path
 
 from llm_policy import run_files
 from llm_policy.checkpoints import check_finished
-from llm_policy.errors import InputError, check_alone, disk_errors, run_script
-from llm_policy.policy_gradient.arguments import read_arguments
+from llm_policy.errors import check_alone, disk_errors, packages_of, run_script
+from llm_policy.policy_gradient.arguments import EXTRA, read_arguments
 
-EXTRA = "requirements-policy-gradient.txt"
 # What may differ when a run is resumed: where things are, and how often it says and saves something
 FREE_TO_CHANGE = {"output_dir", "resume_from_checkpoint", "logging_steps", "save_steps"}
 
@@ -40,10 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_finished(folder)
         print(run_files.finished_text(folder), end="")
         return 0
-    try:
+    with packages_of(EXTRA):
         run = importlib.import_module("llm_policy.policy_gradient.run")
-    except ImportError as error:
-        raise InputError(f"a package is missing ({error}); pip install -r {EXTRA}") from error
     with run_files.only_process_in(folder):
         run.train(folder, arguments, config)
     return 0

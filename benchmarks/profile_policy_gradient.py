@@ -21,9 +21,9 @@ announce(__name__, "PyTorch and Transformers")
 
 from figures import check_output, save_figures
 
-from llm_policy.errors import InputError, run_script
+from llm_policy.errors import packages_of, run_script
 from llm_policy.hardware import take_granted_threads
-from llm_policy.policy_gradient.arguments import PolicyGradientArguments, read_groups
+from llm_policy.policy_gradient.arguments import EXTRA, PolicyGradientArguments, read_groups
 
 PARTS = {  # name -> what it is
     "environment": "steps of the environments, with scaling and time limits",
@@ -70,12 +70,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else list(argv)
     (own, arguments), _ = read_groups(argv, (ProfileArguments, PolicyGradientArguments), __doc__)
     check_output(own.output)
-    try:
+    with packages_of(EXTRA):
         from stable_baselines3.common.logger import Logger
 
         from llm_policy.policy_gradient.learner import make_learner
-    except ImportError as error:
-        raise InputError(f"a package is missing ({error}); pip install -r requirements-policy-gradient.txt") from error
     take_granted_threads()
     learner = make_learner(arguments)
     algorithm, clock = learner.algorithm, Clock()

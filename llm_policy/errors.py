@@ -76,6 +76,15 @@ def library_errors(what: str, kinds: tuple[type[Exception], ...]) -> Iterator[No
 
 
 @contextmanager
+def packages_of(extra: str) -> Iterator[None]:
+    """Around imports that need `extra`, a requirements file: one line where a package is missing."""
+    try:
+        yield
+    except ImportError as error:
+        raise InputError(f"a package is missing ({error}); pip install -r {extra}") from error
+
+
+@contextmanager
 def disk_errors(remedy: str) -> Iterator[None]:
     """Around a whole run: one line for a disk that refuses, whatever was being written; all other errors pass."""
     try:

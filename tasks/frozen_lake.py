@@ -17,10 +17,11 @@ from llm_policy.environments.frozen_lake import (
     read_grid,
     shortest_path_policy,
 )
+from llm_policy.environments.policy_table import best_actions
 from llm_policy.errors import InputError, check_choices
 from prompts import OBSERVATIONS, THOUGHTS, format_example, policy_messages
 from tasks import Task
-from tasks.tabular import ExpertArguments, TableJudge, Words, best_in, held_out, read_expert, table_task
+from tasks.tabular import ExpertArguments, TableJudge, Words, held_out, read_expert, table_task
 
 
 @dataclass
@@ -56,12 +57,12 @@ def exchanged(lake: FrozenLake, state: int) -> FrozenLake | None:
 
     None where no such exchange does that.
     """
-    best_A = best_in(lake, state)
+    best_A = best_actions(lake)[state]
     row, column = divmod(state, len(lake.grid[0]))
     for down, right in MOVES:
         there = row + down, column + right
         other = FrozenLake(with_other_ice(lake.grid, there), lake.is_slippery)
-        if other.grid != lake.grid and not (best_A & best_in(other, state)).any():
+        if other.grid != lake.grid and not (best_A & best_actions(other)[state]).any():
             return other
     return None
 

@@ -140,29 +140,30 @@ class TableJudge:
         return found
 
     def follows(self, model: PreTrainedModel) -> dict[str, float]:
-        """What the answer follows behind a thought that is true of the exchanged environment, not of the prompt's.
+        """What the answer follows behind a thought that is true of the `exchanged` environment, not of the prompt's.
 
         Over the acting states of the first `MAPS_JUDGED` environments in which no action is best in both. `thought`,
         `prompt` and `neither` are the shares of the answers that are best in the one, in the other, in none; `states`
         says how many there are.
         """
-        exchanged = self.words.exchanged
-        pairs = [
-            (environment, state)
-            for environment in self.environments[:MAPS_JUDGED]
-            for state in environment.acting_states
+        kept = [
+            (own, other, state)
+            for own in self.environments[:MAPS_JUDGED]
+            for state in own.acting_states
+            if (other := self.words.exchanged(own, state)) is not None
         ]
-        others = [exchanged(*pair) for pair in pairs] if exchanged else []
-        kept = [(*pair, other) for pair, other in zip(pairs, others, strict=True) if other is not None]
         if not kept:
-            return {"thought": 0.0, "prompt": 0.0, "neither": 0.0, "states": 0}
-        prompts = [self.words.messages(environment, state) for environment, state, _ in kept]
-        replies = [self.words.reply(other, state, 0) for _, state, other in kept]
+            return {"states": 0}
+        prompts = [self.words.messages(own, state) for own, _, state in kept]
+        replies = [self.words.reply(other, state, 0) for _, other, state in kept]
         chosen = answers_behind(self.reader, model, prompts, replies, self.environments[0].actions).argmax(axis=1)
-        by_thought = [best_in(other, state)[action] for (_, state, other), action in zip(kept, chosen, strict=True)]
-        by_prompt = [best_in(own, state)[action] for (own, state, _), action in zip(kept, chosen, strict=True)]
-        thought, prompt = float(np.mean(by_thought)), float(np.mean(by_prompt))
-        return {"thought": thought, "prompt": prompt, "neither": 1 - thought - prompt, "states": len(kept)}
+        answers = list(zip(kept, chosen, strict=True))
+        counts = {
+            "thought": sum(best_actions(other)[state, action] for (_, other, state), action in answers),
+            "prompt": sum(best_actions(own)[state, action] for (own, _, state), action in answers),
+        }
+        counts["neither"] = len(kept) - counts["thought"] - counts["prompt"]
+        return {name: int(count) / len(kept) for name, count in counts.items()} | {"states": len(kept)}
 
     def _tables(self, pairs: Sequence[tuple[int, int]], rows_PA: np.ndarray) -> list[list[list[float]]]:
         """A policy table per environment from a row per acting state; uniform where no action is chosen."""
@@ -264,11 +265,6 @@ class TableJudge:
             }
         text = show(table, ceiling, *spreads, *thoughts, *followed)
         return Comparison(text, partial(save_evaluation, evaluated, self.environments, {"env_id": env_id} | about))
-
-
-def best_in(environment: TableEnvironment, state: int) -> np.ndarray:
-    """Which actions are optimal in that state: bool (A,)."""
-    return optimal_actions(optimal_q(environment.mdp, AGREEMENT_GAMMA))[state]
 
 
 # Task ----------------------------------------------------------------------------------------------------------

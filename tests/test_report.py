@@ -394,7 +394,8 @@ def write_drawn(folder, best: tuple[float, ...], learner: str | None = None) -> 
     run = {"target": "5-vertical-lines", "learner": learner, "commit": "b" * 40}
     (folder / "run.json").write_text(json.dumps({name: value for name, value in run.items() if value}))
     row = {"policy": "trained, sampled", "mean": 0.75, "programs": 64, "perfect": 3}
-    evaluation = {"baselines": {"nothing drawn": 0.0}, "policies": [row]}
+    found = {"share": max(best), "generation": 16 * len(best) - 3, "code": ""}
+    evaluation = {"baselines": {"nothing drawn": 0.0}, "policies": [row], "found": found}
     (folder / "evaluation.json").write_text(json.dumps(evaluation))
     lines = [
         {"step": i, "seconds": 30.0 * i, "reward": share / 2, "drawing/best": share, "drawing/generations": 16.0 * i}
@@ -410,12 +411,12 @@ def test_drawing_section(results):
     rows = [cells(row) for row in drawing.drawing_section(drawing.drawings()).splitlines()[2:]]
     assert rows == [
         [
-            "5-vertical-lines", "[GRPO](results/drawing/lines_grpo)", "**0 of 1**", "32", "1.0", "2", "0.40 0.20",
-            "0.60 0.30", "0.75 3/64", "4.5", WHEN,
+            "5-vertical-lines", "[GRPO](results/drawing/lines_grpo)", "**0 of 1**", "none", "32", "1.0", "2",
+            "0.40 0.20", "0.60 0.30", "0.75 3/64", "4.5", WHEN,
         ],
         [
-            "5-vertical-lines", "[hindsight replay](results/drawing/lines_hindsight)", "**1 of 1**", "48", "1.5", "3",
-            "0.60 0.30", "1.00 0.50", "0.75 3/64", "4.5", WHEN,
+            "5-vertical-lines", "[hindsight replay](results/drawing/lines_hindsight)", "**1 of 1**", "45", "48", "1.5",
+            "3", "0.60 0.30", "1.00 0.50", "0.75 3/64", "4.5", WHEN,
         ],
     ]  # fmt: skip
     drawing.write_drawing_curves()
@@ -692,11 +693,11 @@ def test_curves_are_drawn(results, monkeypatch):
 
     monkeypatch.setattr(lakes, "curves_figure", curves_figure)
     ours = lakes.training_results()["canonical_slippery"]
-    lakes.write_curves({"ours": ours}, results / "new/curves.png", "one lake")
+    lakes.write_curves({"ours": ours}, "curves", "one lake")
     assert drawn["curves"] == {"ours (2 seeds)": [([1.0], [0.8]), ([1.0], [0.4])]}, "minutes, success"
     assert drawn["lines"] == {"optimal": 0.8235, "uniform random": 0.0139}
     assert drawn["labels"][0] == "minutes of GRPO, CPU"
-    assert (results / "new/curves.png").stat().st_size > 10_000
+    assert (results.parent / "docs/pictures/curves.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize("labels", [["ours"], ["ours", "the original with this objective and learning rate"]])

@@ -1,5 +1,7 @@
 """What tasks with a table share: maps held out, states drawn so that each action is the best one equally often."""
 
+import json
+
 import numpy as np
 import pytest
 from tiny_models import tiny_tokenizer
@@ -10,11 +12,12 @@ from llm_policy.chat import Reader
 from llm_policy.environments.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
 from llm_policy.environments.mdp import AGREEMENT_GAMMA, optimal_actions, optimal_q
+from llm_policy.environments.policy_table import best_actions
 from llm_policy.environments.toy_text import CliffWalking, Taxi
 from llm_policy.errors import InputError
 from llm_policy.run_files import ROOT
 from tasks.frozen_lake import exchanged, lake_words
-from tasks.tabular import MAPS_JUDGED, TableJudge, balancing_weights, best_in, exact_expert, held_out
+from tasks.tabular import MAPS_JUDGED, TableJudge, balancing_weights, exact_expert, held_out
 
 CSV = ROOT / "expert_demos_batched_avg_q.csv"
 
@@ -86,7 +89,7 @@ def test_what_the_answer_follows(followed, monkeypatch):
             other = exchanged(lake, state)
             assert prompt == words.messages(lake, state)
             assert reply == words.reply(other, state, 0) != words.reply(lake, state, 0)
-            best, best_there = best_in(lake, state), best_in(other, state)
+            best, best_there = best_actions(lake)[state], best_actions(other)[state]
             rows.append({"thought": best_there, "prompt": best, "neither": ~(best | best_there)}[followed])
         return np.array(rows, dtype=float)
 
@@ -94,6 +97,20 @@ def test_what_the_answer_follows(followed, monkeypatch):
     found = judge.follows(None)
     assert found.pop("states") == len(states) >= 5
     assert found == {name: float(name == followed) for name in ("thought", "prompt", "neither")}
+
+
+def test_false_thoughts_stand_below_the_table_and_in_the_file(tmp_path):
+    lake = FrozenLake(CANONICAL_GRIDS["4x4"], False)
+    judge = TableJudge([lake], lake_words("cells", "neighbours"), Reader(None), {"thought": "neighbours"}, episodes=1)
+    followed = {"thought": 0.75, "prompt": 0.25, "neither": 0.0, "states": 8}
+    told = {"true_thoughts": 0.5, "true_words": 0.9, "behind_false_thoughts": followed}
+    answers = judge.baseline_answers("random") | {"format_validity": 1.0} | told
+    compared = judge.compare({"trained, greedy": answers, "random": judge.baseline_answers("random")})
+    line = "follows the thought in 75% of 8 states, the map in 25%, neither in 0%."
+    assert line in " ".join(compared.text.split())
+    compared.save(tmp_path)
+    written = json.loads((tmp_path / "evaluation.json").read_text())
+    assert written["thoughts"] == {"trained, greedy": told, "random": {}}
 
 
 def test_a_thought_without_the_map_has_no_false_word():

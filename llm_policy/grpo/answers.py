@@ -83,7 +83,8 @@ def answers_behind(
 
     Rows sum to less than 1, because the model might say something else.
     """
-    pairs = [(prompt, _thought(reply) or reply) for prompt, reply in zip(prompts, replies, strict=True)]
+    thoughts = [reply.partition(ANSWER_TAG)[0] + ANSWER_TAG for reply in replies]
+    pairs = list(zip(prompts, thoughts, strict=True))
     return np.exp(_answer_scores(reader, model, pairs, actions))[:, 1:]
 
 

@@ -14,6 +14,7 @@ from llm_policy.models import DTYPES, EMBEDDED_MODEL
 from llm_policy.policy_gradient.text_encoder import POOLINGS
 from llm_policy.run_files import ROOT
 
+EXTRA = "requirements-policy-gradient.txt"
 ALGORITHMS = ("ppo", "trpo")
 ACTORS = ("mlp", "frozen", "lora", "random")
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}

@@ -1,4 +1,4 @@
-"""Cells of the tables."""
+"""Cells of the tables, and labels of the curves."""
 
 from collections.abc import Iterable, Sequence
 
@@ -20,6 +20,11 @@ def link(label: str, *parts: str) -> str:
 
 def link_to(name: str, seeds: Sequence[dict]) -> str:
     return link(name, seeds[0]["study"], name)
+
+
+def with_seeds(label: str, seeds: Sequence[dict]) -> str:
+    """A curve's label."""
+    return f"{label} ({len(seeds)} seed{'s' * (len(seeds) > 1)})"
 
 
 def values(rows: Sequence[dict], key: str, decimals: int | None = None) -> str:

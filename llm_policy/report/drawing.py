@@ -1,16 +1,13 @@
 """Drawing programs: two learners on each picture."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
 
 from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter
 
 from llm_policy.plots import curves_figure
-from llm_policy.reading import read_text
 from llm_policy.report import files
-from llm_policy.report.cells import each, link, listed, markdown
+from llm_policy.report.cells import each, link, listed, markdown, with_seeds
 from llm_policy.report.dates import made, made_by
 from llm_policy.report.studies import DRAWING, SAMPLED, finished_seeds, read_minutes, results_of, rows_by_name
 
@@ -24,6 +21,13 @@ class DrawingRow(BaseModel, strict=True):
     mean: FiniteFloat
     programs: int
     perfect: int
+
+
+class BestProgram(BaseModel, strict=True):
+    """The same of `found` in evaluation.json, the best program of the training."""
+
+    share: FiniteFloat
+    generation: int
 
 
 class DrawingLine(BaseModel, strict=True):
@@ -47,15 +51,14 @@ def drawn_by(folder: Path) -> list[dict]:
     for seed in finished_seeds(folder, ("evaluation.json", "run.json", "metrics.jsonl", "minutes.txt")):
         with files.whole(seed):
             evaluation, run = files.read_json(seed / "evaluation.json"), files.read_json(seed / "run.json")
-            lines = TypeAdapter(Annotated[list[DrawingLine], Field(min_length=1)])
-            metrics = [json.loads(line) for line in read_text(seed / "metrics.jsonl").splitlines()]
             found.append(
                 {
                     "target": run["target"],
                     "learner": LEARNERS[run.get("learner")],
                     "policies": rows_by_name(evaluation, DrawingRow, SAMPLED),
                     "baselines": TypeAdapter(dict[str, FiniteFloat]).validate_python(evaluation["baselines"]),
-                    "metrics": lines.validate_python(metrics),
+                    "found": BestProgram.model_validate(evaluation["found"]),
+                    "metrics": files.read_lines(seed / "metrics.jsonl", DrawingLine),
                     "minutes": read_minutes(seed),
                     "made": made(seed / "run.json"),
                 }
@@ -66,7 +69,7 @@ def drawn_by(folder: Path) -> list[dict]:
 def drawing_section(drawn: Mapping[str, list[dict]]) -> str:
     """Each picture and learner: whether, and after how much, the first perfect program came."""
     headers = (
-        "picture", "learner", "solved", "generations", "minutes of learning", "steps or epochs",
+        "picture", "learner", "solved", "first perfect program", "programs", "minutes of learning", "steps or epochs",
         "first batch: best, mean pixels", "last batch: best, mean pixels", "trained, sampled: mean, solve it",
         "minutes in all", "date, commit",
     )  # fmt: skip
@@ -74,17 +77,24 @@ def drawing_section(drawn: Mapping[str, list[dict]]) -> str:
     for name, seeds in sorted(drawn.items(), key=lambda entry: (entry[1][0]["target"], entry[0])):
         first, last = ([seed["metrics"][place] for seed in seeds] for place in (0, -1))
         sampled = [seed["policies"][SAMPLED] for seed in seeds]
-        solved = sum(_is_solved(seed) for seed in seeds)
+        solved = [seed["found"].share == 1.0 for seed in seeds]
+        perfect = [
+            f"{seed['found'].generation:,}" if is_solved else "none"
+            for seed, is_solved in zip(seeds, solved, strict=True)
+        ]
         rows.append(
             [
                 seeds[0]["target"],
                 link(seeds[0]["learner"], DRAWING, name),
-                f"**{solved} of {len(seeds)}**",
-                listed([f"{line.generations:,.0f}" for line in last]),
-                listed([f"{line.seconds / 60:.1f}" for line in last]),
-                listed([str(line.step) for line in last]),
-                listed([f"{line.best:.2f} {line.reward:.2f}" for line in first]),
-                listed([f"{line.best:.2f} {line.reward:.2f}" for line in last]),
+                f"**{sum(solved)} of {len(seeds)}**",
+                listed(perfect),
+                listed([f"{line['drawing/generations']:,.0f}" for line in last]),
+                listed([f"{line['seconds'] / 60:.1f}" for line in last]),
+                listed([str(line["step"]) for line in last]),
+                *(
+                    listed([f"{line['drawing/best']:.2f} {line['reward']:.2f}" for line in lines])
+                    for lines in (first, last)
+                ),
                 listed([f"{row['mean']:.2f} {row['perfect']}/{row['programs']}" for row in sampled]),
                 each(seeds, lambda seed: f"{seed['minutes']:.1f}"),
                 made_by(seeds),
@@ -93,31 +103,25 @@ def drawing_section(drawn: Mapping[str, list[dict]]) -> str:
     return markdown(headers, rows)
 
 
-def _is_solved(seed: dict) -> bool:
-    return max(line.best for line in seed["metrics"]) == 1.0
-
-
 def write_drawing_curves() -> None:
     """The best and the mean of each batch, of both learners: two pictures for each target."""
     by_target: dict[str, list[list[dict]]] = {}
     for seeds in drawings().values():
         by_target.setdefault(seeds[0]["target"], []).append(seeds)
     axes = {
-        "generations": ("generations", lambda line: line.generations),
-        "minutes": ("minutes of learning, CPU", lambda line: line.seconds / 60),
+        "generations": ("generations", lambda line: line["drawing/generations"]),
+        "minutes": ("minutes of learning, CPU", lambda line: line["seconds"] / 60),
     }
     for target, results in by_target.items():
         lines = results[0][0]["baselines"]
         for name, (x_label, x_of) in axes.items():
             curves = {
-                f"{seeds[0]['learner']}, {what} of each batch ({len(seeds)} seed{'s' * (len(seeds) > 1)})": [
-                    ([x_of(line) for line in seed["metrics"]], [getattr(line, value) for line in seed["metrics"]])
+                with_seeds(f"{seeds[0]['learner']}, {what} of each batch", seeds): [
+                    ([x_of(line) for line in seed["metrics"]], [line[value] for line in seed["metrics"]])
                     for seed in seeds
                 ]
                 for seeds in results
-                for what, value in (("best", "best"), ("mean", "reward"))
+                for what, value in (("best", "drawing/best"), ("mean", "reward"))
             }
             figure = curves_figure(curves, lines, x_label, "share of equal pixels", target)
-            file = files.ROOT / "docs" / "pictures" / f"drawing_{target.replace('-', '_')}_{name}.png"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(file, dpi=130)
+            files.save_picture(figure, f"drawing_{target.replace('-', '_')}_{name}")

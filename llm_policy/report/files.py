@@ -1,4 +1,4 @@
-"""Where results lie, and the reading of one file: a damaged one is one line that names it.
+"""Where results and pictures lie, and the reading of one file: a damaged one is one line that names it.
 
 Other modules say `files.ROOT` and `files.RESULTS`, because tests put another folder there.
 """
@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pydantic import TypeAdapter
+from matplotlib.figure import Figure
+from pydantic import BaseModel, TypeAdapter
 
 from llm_policy.errors import InputError
 from llm_policy.reading import read_text
@@ -23,6 +24,28 @@ def read_json(file: Path) -> dict:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{shown(file)}: cannot be read as JSON ({reason}); run it again or delete it") from error
+
+
+def read_lines(file: Path, kind: type[BaseModel]) -> list[dict]:
+    """The lines of a metrics.jsonl, at least one and each of that kind."""
+    try:
+        lines = [json.loads(line) for line in read_text(file).splitlines()]
+        TypeAdapter(list[kind]).validate_python(lines)  # type: ignore[valid-type]
+        if not lines:
+            raise ValueError("no line")
+        return lines
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{shown(file)}: cannot be read as JSON lines ({reason}); run it again or delete it"
+        ) from error
+
+
+def save_picture(figure: Figure, name: str) -> None:
+    """In docs/pictures."""
+    file = ROOT / "docs" / "pictures" / f"{name}.png"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=130)
 
 
 def shown(path: Path) -> str:

@@ -1,20 +1,18 @@
 """Training on lakes: the seeds of all its studies, the table of results on one lake, learning curves."""
 
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from pydantic import BaseModel, FiniteFloat, TypeAdapter
+from pydantic import BaseModel, FiniteFloat
 
 from llm_policy.environments.mdp import OPTIMAL_PERCENT
-from llm_policy.errors import InputError
 from llm_policy.plots import curves_figure
 from llm_policy.reading import read_text
 from llm_policy.report import files
-from llm_policy.report.cells import each, link_to, markdown, values
+from llm_policy.report.cells import each, link_to, markdown, values, with_seeds
 from llm_policy.report.dates import made, made_by
 from llm_policy.report.studies import (
     CANONICAL,
@@ -74,6 +72,9 @@ def seeds_of(folder: Path) -> list[dict]:
         with files.whole(seed):
             evaluation = files.read_json(seed / "evaluation.json")
             run = files.read_json(seed / "run.json")
+            metrics = files.read_lines(seed / "metrics.jsonl", MetricsLine)
+            if metrics[0].get("learning_rate") is None:
+                raise ValueError("metrics.jsonl: no first step with its learning rate")
             found.append(
                 {
                     "study": folder.parent.name,
@@ -83,26 +84,13 @@ def seeds_of(folder: Path) -> list[dict]:
                     "command": shlex.split(read_text(folder / "command.txt")),
                     "observation": run.get("observation", ""),
                     "policies": rows_by_name(evaluation, PolicyRow, TRAINED),
-                    "metrics": read_json_lines(seed / "metrics.jsonl"),
+                    "metrics": metrics,
                     "verdict": _verdict(seed / "result.txt"),
                     "minutes": read_minutes(seed),
                     "made": made(seed / "run.json"),
                 }
             )
     return found
-
-
-def read_json_lines(file: Path) -> list[dict]:
-    try:
-        lines = [json.loads(line) for line in read_text(file).splitlines()]
-        TypeAdapter(list[MetricsLine]).validate_python(lines)
-        if not lines or lines[0].get("learning_rate") is None:
-            raise ValueError("no first step with its learning rate")
-        return lines
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"{files.shown(file)}: cannot be read as JSON lines ({error}); run it again or delete it"
-        ) from error
 
 
 def _verdict(file: Path) -> str:
@@ -194,7 +182,7 @@ def first_optimum(metrics: list[dict]) -> int | str:
 
 
 def write_curves(
-    results: Mapping[str, list[dict]], file: Path, title: str, quantity: str = "success_probability",
+    results: Mapping[str, list[dict]], name: str, title: str, quantity: str = "success_probability",
     y_label: str = "exact success probability, no step limit", by_steps: bool = False,
 ) -> None:  # fmt: skip
     """The greedy policy against minutes of GRPO or steps, a line per seed; no picture where there are no results.
@@ -204,7 +192,7 @@ def write_curves(
     """
     curves, lines = {}, {}
     for label, seeds in results.items():
-        curves[f"{label} ({len(seeds)} seed{'s' * (len(seeds) > 1)})"] = found = []
+        curves[with_seeds(label, seeds)] = found = []
         for seed in seeds:
             points = [m for m in seed["metrics"] if m.get(f"policy/{quantity}") is not None]
             found.append(
@@ -220,12 +208,9 @@ def write_curves(
         apart = 0.01 * max(max(found) for found in lines.values())
         same = {policy: found[0] for policy, found in lines.items() if np.ptp(found) <= apart}
         x_label = "steps" if by_steps else "minutes of GRPO, CPU"
-        figure = curves_figure(curves, same, x_label, y_label, title)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, dpi=130)
+        files.save_picture(curves_figure(curves, same, x_label, y_label, title), name)
 
 
 def write_learning_curves(results: Mapping[str, list[dict]]) -> None:
     on_one_lake = {label: results[name] for name, label in CURVES.items() if name in results}
-    file = files.ROOT / "docs" / "pictures" / "learning_curves.png"
-    write_curves(on_one_lake, file, "Success on the canonical slippery lake while training")
+    write_curves(on_one_lake, "learning_curves", "Success on the canonical slippery lake while training")

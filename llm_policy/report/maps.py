@@ -152,6 +152,5 @@ def write_map_curves(results: Mapping[str, list[dict]]) -> None:
     maps, _ = maps_and_observations(results)
     for is_slippery, name in ((False, "random_maps_dry"), (True, "random_maps_slippery")):
         on_maps = {name: seeds for name, seeds in maps.items() if seeds[0]["is_slippery"] == is_slippery}
-        file = files.ROOT / "docs" / "pictures" / f"{name}.png"
         title = f"Maps never seen in training, {'slippery' if is_slippery else 'not slippery'}"
-        write_curves(on_maps, file, title, "percent_of_optimal", "percent of the optimum")
+        write_curves(on_maps, name, title, "percent_of_optimal", "percent of the optimum")

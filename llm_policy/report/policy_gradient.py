@@ -4,15 +4,14 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
-from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter
+from pydantic import BaseModel, FiniteFloat
 
 from llm_policy.plots import curves_figure
 from llm_policy.reading import read_text
 from llm_policy.report import files
-from llm_policy.report.cells import each, link, listed, markdown, values
+from llm_policy.report.cells import each, link, listed, markdown, values, with_seeds
 from llm_policy.report.dates import made, made_by
 from llm_policy.report.lakes import SUMMARY_LAKE, PolicyRow
 from llm_policy.report.studies import (
@@ -63,8 +62,6 @@ def played_by(folder: Path) -> list[dict]:
             budget = re.search(r"--max_episodes[ =](\d+)", command)
             is_exact = "success_at_horizon" in evaluation["policies"][0]
             rows = rows_by_name(evaluation, PolicyRow if is_exact else EpisodeRow, TRAINED)
-            lines = [json.loads(line) for line in read_text(seed / "metrics.jsonl").splitlines()]
-            TypeAdapter(Annotated[list[EpisodeLine], Field(min_length=1)]).validate_python(lines)
             found.append(
                 {
                     **{name: run[name] for name in ("env_id", "algorithm", "actor", "horizon_steps")},
@@ -73,7 +70,7 @@ def played_by(folder: Path) -> list[dict]:
                     "is_centered": not re.search(r"--center[ =]false", command),
                     "max_episodes": int(budget[1]) if budget else None,
                     "policies": rows,
-                    "metrics": lines,
+                    "metrics": files.read_lines(seed / "metrics.jsonl", EpisodeLine),
                     "minutes": read_minutes(seed),
                     "made": made(seed / "run.json"),
                 }
@@ -163,13 +160,11 @@ def write_episode_curves() -> None:
     for env_id, results in by_environment.items():
         for name, (x_label, x_of) in axes.items():
             curves = {
-                f"{label} ({len(seeds)} seed{'s' * (len(seeds) > 1)})": [_episode_curve(seed, x_of) for seed in seeds]
+                with_seeds(label, seeds): [_episode_curve(seed, x_of) for seed in seeds]
                 for label, seeds in results.items()
             }
             figure = curves_figure(curves, {}, x_label, "mean return of 25 episodes, smoothed", env_id)
-            file = files.ROOT / "docs" / "pictures" / f"policy_gradient_{env_id.partition('-')[0]}_{name}.png"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            figure.savefig(file, dpi=130)
+            files.save_picture(figure, f"policy_gradient_{env_id.partition('-')[0]}_{name}")
 
 
 def _episode_curve(seed: dict, x_of: Callable[[dict], float]) -> tuple[list[float], list[float]]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 
-from llm_policy.report import files
 from llm_policy.report.cells import each, link, listed, markdown, values
 from llm_policy.report.dates import made_by
 from llm_policy.report.lakes import first_optimum, last_step, trained_greedy, warm_start_row, write_curves
@@ -83,5 +82,5 @@ def flaws_section(results: Mapping[str, list[dict]]) -> str:
 
 def write_supervision_curves(results: Mapping[str, list[dict]]) -> None:
     ways = {label: results[name] for name, label in WAYS_OF_TEACHING.items() if name in results}
-    file, title = files.ROOT / "docs" / "pictures" / "supervision.png", "Ways of teaching the canonical slippery lake"
-    write_curves(ways, file, title, "optimal_states", "optimal states, of 11", by_steps=True)
+    title = "Ways of teaching the canonical slippery lake"
+    write_curves(ways, "supervision", title, "optimal_states", "optimal states, of 11", by_steps=True)
