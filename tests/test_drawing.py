@@ -423,6 +423,16 @@ def test_a_run_on_a_tiny_model(answering_llama, tmp_path, capfd):
     assert "constant:1" in capfd.readouterr().out
 
 
+def test_a_run_without_a_warm_start_takes_none_that_is_shared(answering_llama, tmp_path, capfd):
+    argv = [*map(str, OPTIONS), "--model_name_or_path", str(answering_llama), "--warm_start_folder", str(tmp_path)]
+    assert train_script.main([*argv, "--output_dir", str(tmp_path / "one")]) == 0
+    assert (tmp_path / "seed-0" / "adapter_config.json").exists()
+    assert train_script.main([*argv, "--output_dir", str(tmp_path / "two"), "--warm_start", "never"]) == 0
+    printed = capfd.readouterr().out
+    assert "warm start: taken from" not in printed
+    assert "(warm start 0 steps" in printed
+
+
 def test_best_ends_a_run(answering_llama, tmp_path, monkeypatch):
     monkeypatch.setattr(PixelReward, "__call__", lambda _self, completions, **_: [0.0, 1.0, 0.0, 0.0])
     argv = [*map(str, OPTIONS), "--model_name_or_path", str(answering_llama), "--max_steps", "5"]

@@ -108,8 +108,11 @@ class StopAtNonFinite(TrainerCallback):
 
 
 def warm_start_folder(script: WarmStartArguments, seed: int, output_dir: Path) -> Path:
-    """Where the warm start of a run is kept: in the run, or where runs of the same seed share it."""
-    shared = script.warm_start_folder
+    """Where the warm start of a run is kept: in the run, or where runs of the same seed share it.
+
+    A run that asked for none takes none that is shared.
+    """
+    shared = script.warm_start_folder if script.warm_start != "never" else ""
     return Path(shared) / f"seed-{seed}" if shared else output_dir / WARM_START_FOLDER
 
 
