@@ -27,6 +27,7 @@ from trl import GRPOConfig, ModelConfig
 import train_script
 from llm_policy import launch, processes
 from llm_policy.errors import EXIT_INPUT_ERROR, EXIT_INTERRUPTED, InputError
+from llm_policy.grpo import lifecycle
 from llm_policy.grpo.arguments import ScriptArguments, check_processes
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.run_files import ROOT
@@ -139,6 +140,18 @@ def test_a_signal_to_one_process_stops_both_and_the_run_resumes(answering_llama,
     adapters = [(out / "adapter_model.safetensors").read_bytes() for out in (whole, stopped)]
     assert adapters[0] == adapters[1]
     assert len(metrics_of(stopped)) == 3
+
+
+def test_a_signal_while_the_processes_tell_each_other_counts_the_next_time(monkeypatch):
+    stop = lifecycle.StopOnSignal(1)
+
+    def others_have_none(own: list) -> list:
+        stop.received = "SIGUSR1"
+        return [*own, None]
+
+    monkeypatch.setattr(processes, "gathered", others_have_none)
+    assert not stop.received_anywhere()
+    assert stop.received_anywhere()
 
 
 def test_another_number_of_processes_resumes_and_says_what_differs(answering_llama, tmp_path):

@@ -56,20 +56,28 @@ class StopOnSignal(TrainerCallback):
             raise KeyboardInterrupt
         self.received = signal.Signals(number).name
         if self.at_once:
-            self.leave_if_received(f"leaving the evaluation; {RESUME} begins it again")
+            self.leave(f"leaving the evaluation; {RESUME} begins it again")
         say_at_once(f"{self.received}: finishing the step, then a checkpoint")
 
+    def leave(self, words: str) -> None:
+        """SystemExit with `EXIT_INTERRUPTED`; `words` say what is left and what resumes it."""
+        say_at_once(f"{self.received}: {words}")
+        raise SystemExit(EXIT_INTERRUPTED)
+
     def leave_if_received(self, words: str) -> None:
-        """SystemExit with `EXIT_INTERRUPTED` if a signal came; `words` say what is left and what resumes it."""
-        if self.received:
-            say_at_once(f"{self.received}: {words}")
-            raise SystemExit(EXIT_INTERRUPTED)
+        """All processes leave here if one of them had got a signal."""
+        if self.received_anywhere():
+            self.leave(words)
 
     def received_anywhere(self) -> bool:
-        """Whether any process of the run got a signal; then all have, and leave at the same place."""
-        others = [name for name in processes.gathered([self.received]) if name]
-        self.received = self.received or (others[0] if others else None)
-        return self.received is not None
+        """Whether any process of the run had got a signal; then all have, and leave at the same place.
+
+        One that comes while the processes tell each other counts the next time: the others do not know of it.
+        """
+        told = [name for name in processes.gathered([self.received]) if name]
+        if told:
+            self.received = self.received or told[0]
+        return bool(told)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.received_anywhere() and state.global_step % self.steps_per_batch == 0:
