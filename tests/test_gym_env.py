@@ -117,6 +117,13 @@ def test_missing_mujoco_is_named(monkeypatch):
         make_gym_environment("Swimmer-v5")
 
 
+def test_mujoco_does_not_warn_for_every_copy(capfd):
+    pytest.importorskip("mujoco", reason="requirements-mujoco.txt")
+    for _ in range(4):
+        make_gym_environment("HalfCheetah-v5")
+    assert capfd.readouterr().err.count("settotalmass") <= 2
+
+
 BAD_ENVIRONMENTS = [
     ("FrozenLakee-v1", {}, r"--env_id FrozenLakee-v1: .*Did you mean: `FrozenLake`"),
     ("FrozenLake-v9", {}, "--env_id FrozenLake-v9: "),

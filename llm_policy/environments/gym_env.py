@@ -3,9 +3,11 @@
 Judges, the expert's episodes, policy search and policy gradients all play through `steps`.
 """
 
+import functools
 import inspect
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -70,6 +72,8 @@ def make_gym_environment(
     mdp = None
     try:
         env = gymnasium.make(env_id, max_episode_steps=horizon_steps, disable_env_checker=True, **options)
+        if "mujoco" in sys.modules:
+            sys.modules["mujoco"].set_mju_user_warning(_warn_once)
         is_discrete = isinstance(env.observation_space, Discrete) and isinstance(env.action_space, Discrete)
         _check_options(env, options)
         if is_discrete and hasattr(env.unwrapped, "P"):
@@ -90,6 +94,12 @@ def make_gym_environment(
         horizon_steps = DEFAULT_HORIZON_STEPS
         env = TimeLimit(env, horizon_steps)
     return GymEnvironment(spec.id, env, horizon_steps, mdp, options)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    """MuJoCo itself says what it does not like about a model again for every copy of the environment."""
+    print(f"MuJoCo: {text}", file=sys.stderr)
 
 
 def _check_options(env: gymnasium.Env, options: Mapping[str, Any]) -> None:
