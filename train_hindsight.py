@@ -35,6 +35,7 @@ from llm_policy.hardware import device_text, take_granted_threads
 from llm_policy.hindsight import HindsightLearner, HindsightLog, HindsightSettings
 from llm_policy.models import context_tokens, load_model, load_tokenizer, model_checksum
 from llm_policy.number_format import number_format
+from llm_policy.tables import counted
 from tasks import Task, task_module
 
 CONFIG = run_files.ROOT / "configs" / "drawing_hindsight.yaml"
@@ -175,7 +176,8 @@ def train(options: Options) -> int:
         answers_of["trained, sampled"] = task.judge.answers(trained, script.samples_per_state)
     comparison = task.judge.compare(answers_of)
     in_words = task.judge.judgement(answers_of["trained, greedy"]).verdict
-    verdict = f"verdict: {in_words} (warm start {warm_start['steps']} steps, hindsight {learner.epoch} epochs)"
+    epochs = counted(learner.epoch, "epoch")
+    verdict = f"verdict: {in_words} (warm start {warm_start['steps']} steps, hindsight {epochs})"
     run_files.write_whole(folder / run_files.RESULT_FILE, f"{comparison.text}{verdict}\n")
     comparison.save(folder)
     files = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))

@@ -1,4 +1,4 @@
-"""Tables on the terminal and in files."""
+"""Tables and counts on the terminal and in files."""
 
 import shutil
 import sys
@@ -58,3 +58,11 @@ def _styled(table: Table, width: int) -> Table:
 def _width_of_words(column: Column) -> int:
     """What a column needs if its header is wrapped between words and its cells are not wrapped."""
     return max(len(text) for text in (*str(column.header).split(), *map(str, column.cells), ""))
+
+
+def counted(number: int, noun: str) -> str:
+    """
+    >>> counted(1, "call"), counted(2, "call")
+    ('1 call', '2 calls')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,6 +1,7 @@
 """PPO and TRPO: what the actors may not do to a model, known figures of the algorithms, the script and its files."""
 
 import copy
+import io
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import pytest
 import torch
 from tiny_models import build_tiny_model
 from torch.testing import assert_close
+from tqdm import tqdm
 
 pytest.importorskip("sb3_contrib", reason="requirements-policy-gradient.txt")
 
@@ -22,8 +24,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import evaluate_policy
 from llm_policy.errors import EXIT_INTERRUPTED, InputError
 from llm_policy.models import load_model, load_tokenizer
+from llm_policy.policy_gradient import judge, progress
 from llm_policy.policy_gradient import learner as learners
-from llm_policy.policy_gradient import progress
 from llm_policy.policy_gradient.arguments import CONFIGS, PolicyGradientArguments, default_config, read_arguments
 from llm_policy.policy_gradient.environments import EnvironmentSpec, make_vec_env, set_statistics, statistics_of
 from llm_policy.policy_gradient.judge import load_run, policy_table, table_of
@@ -286,6 +288,21 @@ def test_statistics_come_back():
     vector = np.array([[0.1, -0.2, 0.3, 0.4]])
     assert np.array_equal(first.normalize_obs(vector), second.normalize_obs(vector))
     assert np.array_equal(first.normalize_reward(np.ones(2)), second.normalize_reward(np.ones(2)))
+
+
+def test_judging_shows_how_far_it_is(model, monkeypatch):
+    bars = []
+
+    def shown(items, what, **options):
+        bars.append(tqdm(items, what, file=io.StringIO(), **options))
+        return bars[-1]
+
+    monkeypatch.setattr(judge, "progress", shown)
+    arguments = arguments_of(model, "--actor", "mlp")
+    score = judge.episode_score(make_learner(arguments), arguments, "a policy", is_greedy=False)
+    (bar,) = bars
+    assert bar.n == round(score.mean_return * score.episodes)  # CartPole: 1 a step
+    assert 0 < bar.n <= bar.total == 3 * 30
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,7 @@ from llm_policy.policy_gradient.learner import (
     training_env,
 )
 from llm_policy.policy_gradient.state_text import lake_grid
+from llm_policy.processes import progress
 from llm_policy.reading import read_text
 from llm_policy.run_files import CONFIG_FILE, EVALUATION_FILE, write_whole
 from llm_policy.statistics import Z_95
@@ -142,9 +143,12 @@ def episode_score(learner: Learner, arguments: PolicyGradientArguments, name: st
     env.seed(judge_seed(arguments))
     generators = torch.get_rng_state()
     torch.manual_seed(arguments.seed)
-    totals, _ = evaluate_policy(
-        learner.algorithm, env, arguments.judge_episodes, deterministic=is_greedy, return_episode_rewards=True
-    )
+    most_steps = arguments.judge_episodes * learner.environment.horizon_steps
+    with progress(range(most_steps), f"judging {name}, at most", unit="step") as bar:
+        totals, _ = evaluate_policy(
+            learner.algorithm, env, arguments.judge_episodes, deterministic=is_greedy, return_episode_rewards=True,
+            callback=lambda *_: bar.update(),
+        )  # fmt: skip
     torch.set_rng_state(generators)
     assert isinstance(totals, list)
     return EpisodeScore.of(name, totals)

@@ -6,6 +6,7 @@ import numpy as np
 
 from llm_policy.policy_search.answer_log import AnswerLog
 from llm_policy.policy_search.search import SearchSettings, Step
+from llm_policy.tables import counted
 
 
 def progress_line(step: Step, settings: SearchSettings, log: AnswerLog) -> str | None:
@@ -50,11 +51,3 @@ def cost_text(cost: Mapping) -> str:
         "in all; {unusable_answers} answers could not be used, {failed_iterations} of {iterations} iterations failed, "
         "{repeated_policies} repeated a policy"
     ).format(**cost)
-
-
-def counted(number: int, noun: str) -> str:
-    """
-    >>> counted(1, "call"), counted(2, "call")
-    ('1 call', '2 calls')
-    """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
