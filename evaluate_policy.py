@@ -60,14 +60,22 @@ class EvaluationArguments:
         default=None, metadata={"help": "Questions: samples, a .jsonl or .csv file, or hub/id. Default: the run's."}
     )
     samples_per_state: int = field(default=16, metadata={"help": "Completions per state; 0: greedy only."})
-    episodes: int = field(default=1000, metadata={"help": "Simulated episodes beside the exact figures."})
+    episodes: int | None = field(
+        default=None,
+        metadata={"help": "Simulated episodes. Default: 1000 beside exact figures; without these, the run's."},
+    )
     max_completion_length: int | None = field(
         default=None, metadata={"help": "Tokens a completion may have. Default: the run's, else 64."}
     )
     dtype: str | None = field(
         default=None, metadata={"help": "Weights: bfloat16, float16 or float32. Default: the run's, else the faster."}
     )
-    seed: int = field(default=0, metadata={"help": "Seed for sampling, simulation and Q-learning."})
+    seed: int | None = field(
+        default=None,
+        metadata={
+            "help": "Seed for sampling, simulation and Q-learning. Default: 0; without exact figures, the run's."
+        },
+    )
     output_dir: str | None = field(default=None, metadata={"help": "Where evaluation.json and policy.png go."})
 
 
@@ -117,14 +125,14 @@ def judge_of(arguments: EvaluationArguments, settings: dict, reader: Reader | No
     for name, replaced in (("map", "maps"), ("test_dataset", "held_out")):
         if getattr(arguments, name) is not None:
             settings = {key: value for key, value in settings.items() if key != replaced}
-    return module.make_judge(settings | given, reader, arguments.episodes, arguments.seed)
+    return module.make_judge(settings | given, reader, arguments.episodes or 1000, arguments.seed or 0)
 
 
 def model_answers(name: str, settings: dict, arguments: EvaluationArguments, shared: dict) -> dict[str, dict]:
     """Greedy answers of a model and, with `--samples_per_state`, its sampled ones, by the names of their rows."""
     if "algorithm" in settings:
         print(f"judging {name}", flush=True)
-        return policy_gradient_judge().run_answers(Path(name))
+        return policy_gradient_judge().run_answers(Path(name), is_sampled=arguments.samples_per_state > 0)
     folder = Path(name).resolve().parent
     if not settings and ((folder / WARM_START_FOLDER).is_dir() or run_settings(folder).get("on_adapter")):
         raise InputError(f"--policies {name}: trained on top of an adapter; judge the run's folder, {folder}")
@@ -173,13 +181,18 @@ def episodes_beside_each_other(arguments: EvaluationArguments, runs: dict[str, d
             f"--policies {others[0]}: the other runs are judged by episodes, beside a random and the best constant "
             "policy; expected a run of train_policy_gradient.py in the same environment"
         )
-    compared = policy_gradient_judge().compare_runs([Path(name) for name in runs])
+    asked = {"judge_episodes": arguments.episodes, "seed": arguments.seed}
+    compared = policy_gradient_judge().compare_runs(
+        [Path(name) for name in runs],
+        is_sampled=arguments.samples_per_state > 0,
+        **{option: value for option, value in asked.items() if value is not None},
+    )
     return Comparison(compared.text, compared.save)
 
 
 def judge_policies(arguments: EvaluationArguments) -> Comparison:
     """All policies beside each other, printed."""
-    set_seed(arguments.seed)
+    set_seed(arguments.seed or 0)
     if threads := take_granted_threads():
         print(threads)
     models = [name for name in arguments.policies if not is_baseline(name)]

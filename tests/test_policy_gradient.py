@@ -471,6 +471,13 @@ def test_a_run_stands_beside_others(model, tmp_path, capfd):
     assert len(rows) == 6
     for kind in ("greedy", "sampled"):  # the same episodes
         assert rows[f"{first}, {kind}"]["mean_return"] == own[f"trained, {kind}"]["mean_return"]
+    capfd.readouterr()
+    asked = ["--episodes", "4", "--samples_per_state", "0", "--seed", "9", "--output_dir", str(tmp_path / "c")]
+    assert evaluate_policy.main(["--policies", str(first), str(second), *asked]) == 0
+    rows = json.loads((tmp_path / "c" / "evaluation.json").read_text())["policies"]
+    assert [row["policy"] for row in rows[2:]] == [f"{first}, greedy", f"{second}, greedy"]
+    assert {row["episodes"] for row in rows} == {4}
+    assert "CartPole-v1, seed 9" in capfd.readouterr().out
     with pytest.raises(InputError, match=r"--policies expert: the other runs are judged by episodes"):
         evaluate_policy.main(["--policies", str(first), "expert"])
     with pytest.raises(InputError, match=r"nothing: the other runs are judged by episodes"):

@@ -5,7 +5,7 @@ Axes: S states, A actions.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -305,20 +305,27 @@ def load_run(folder: Path) -> tuple[Learner, PolicyGradientArguments]:
     return learner, arguments
 
 
-def run_answers(folder: Path) -> dict[str, dict]:
-    """A finished run's policy, greedy and sampled, as `tasks` judge a table of states or as scores of episodes."""
-    return _both_answers(folder, *load_run(folder))
+def run_answers(folder: Path, is_sampled: bool) -> dict[str, dict]:
+    """A finished run's policy, greedy and if asked for sampled, as `tasks` judge a table of states."""
+    return _answers_of(folder, *load_run(folder), is_sampled)
 
 
-def _both_answers(folder: Path, learner: Learner, arguments: PolicyGradientArguments) -> dict[str, dict]:
+def _answers_of(
+    folder: Path, learner: Learner, arguments: PolicyGradientArguments, is_sampled: bool
+) -> dict[str, dict]:
     table = table_of(learner.environment)
-    names = {f"{folder}, {kind}": kind == "greedy" for kind in ("greedy", "sampled")}
+    names = {f"{folder}, greedy": True} | ({f"{folder}, sampled": False} if is_sampled else {})
     return {name: answers(learner, arguments, table, name, is_greedy) for name, is_greedy in names.items()}
 
 
-def compare_runs(folders: Sequence[Path]) -> PolicyComparison:
-    """Finished runs in one environment without a table of states, beside each other."""
-    runs = {folder: load_run(folder) for folder in folders}
+def compare_runs(folders: Sequence[Path], is_sampled: bool, **asked: int) -> PolicyComparison:
+    """Finished runs in one environment without a table of states, beside each other.
+
+    Args:
+        asked: options that stand above those of the runs: `judge_episodes`, `seed`.
+    """
+    loaded = {folder: load_run(folder) for folder in folders}
+    runs = {folder: (learner, replace(settings, **asked)) for folder, (learner, settings) in loaded.items()}
     learner, arguments = runs[folders[0]]
     played_in = learner.environment.env_id, arguments.options, learner.environment.horizon_steps
     for folder, (other, settings) in runs.items():
@@ -328,5 +335,7 @@ def compare_runs(folders: Sequence[Path]) -> PolicyComparison:
                 f"--policies {folder}: a run in {own[0]} {own[1]} with {own[2]} steps, {folders[0]} in another "
                 "environment; judge them one by one"
             )
-    answers_of = {name: found for folder, run in runs.items() for name, found in _both_answers(folder, *run).items()}
+    answers_of: dict[str, dict] = {}
+    for folder, run in runs.items():
+        answers_of |= _answers_of(folder, *run, is_sampled)
     return compare(learner.environment, arguments, None, answers_of)
