@@ -29,7 +29,7 @@ from llm_policy.adapters import quantization_of
 from llm_policy.chat import Reader, check_prompt
 from llm_policy.checkpoints import check_finished
 from llm_policy.command_line import parse_arguments
-from llm_policy.environments.judge import BASELINES, PICTURE_FILE, is_baseline
+from llm_policy.environments.judge import BASELINES, PICTURE_FILE, THOUGHTS_FILE, is_baseline
 from llm_policy.errors import InputError, check_alone, packages_of, run_script
 from llm_policy.grpo.lifecycle import WARM_START_FOLDER
 from llm_policy.hardware import take_granted_threads
@@ -40,8 +40,9 @@ from llm_policy.run_files import EVALUATION_FILE, TABLE_FILE, check_output_dir, 
 from tasks import TASKS, Comparison, Judge, task_module
 
 OVERRIDES = ("map", "is_slippery", "observation", "horizon_steps", "test_dataset")  # stand above what run.json says
-OWN_FILES = (EVALUATION_FILE, PICTURE_FILE, TABLE_FILE)
-SHARED = ("task", "maps", "is_slippery")  # what all runs of one table must have in common
+OWN_FILES = (EVALUATION_FILE, PICTURE_FILE, THOUGHTS_FILE, TABLE_FILE)
+# What all runs of one table must have in common, and the task that has it (None: all)
+SHARED = {"task": None, "maps": "frozen_lake", "is_slippery": "frozen_lake", "target": "drawing", "wanted": "drawing"}
 
 
 @dataclass
@@ -95,19 +96,20 @@ def shared_settings(runs: dict[str, dict], arguments: EvaluationArguments) -> di
             raise InputError(
                 f"--task {arguments.task}: {name} belongs to the task {task_of(settings)}; leave --task out"
             )
-    for key in SHARED:
+    for key, owner in SHARED.items():
         option = "map" if key == "maps" else key
-        if getattr(arguments, option) is not None:
+        if getattr(arguments, option, None) is not None:
             continue
         for name, settings in known.items():
-            if key != "task" and task_of(settings) != "frozen_lake":
-                continue  # without maps and ice
+            if owner not in (None, task_of(settings)):
+                continue
+            remedy = f"give --{option}" if owner and hasattr(arguments, option) else ""
             if key not in settings and key != "task":
-                raise InputError(f"--policies {name}: run.json names no {option}; give --{option}")
+                raise InputError(f"--policies {name}: run.json names no {option}; {remedy or 'train again'}")
             value = task_of(settings) if key == "task" else settings[key]
             if value != shared.setdefault(key, value):
                 others = ", ".join(known)
-                remedy = "judge them one by one" + ("" if key == "task" else f" or give --{option}")
+                remedy = "judge them one by one" + (f" or {remedy}" if remedy else "")
                 raise InputError(f"--policies {others}: these runs were judged on different {key}; {remedy}")
     return shared
 

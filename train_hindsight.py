@@ -212,11 +212,10 @@ def replay(
         lessons = [] if is_solved() else learner.lessons(attempts)
         loss = learner.learn(lessons)
         mean = sum(attempt.reward for attempt in attempts) / len(attempts)
-        metrics = {
-            "reward": mean, "drawing/best": best, "drawing/generations": learner.generations, "lessons": len(lessons),
-            "loss": loss,
-        }  # fmt: skip
-        words = f"best {best:.3g}  mean {mean:.3g}  lessons {len(lessons)}  loss {loss:.3g}"
+        metrics = {"reward": mean, "drawing/generations": learner.generations, "lessons": len(lessons)}
+        metrics |= task.log_of_attempts(attempts) | ({} if loss is None else {"loss": loss})
+        words = f"best {best:.3g}  mean {mean:.3g}  lessons {len(lessons)}"
+        words += "" if loss is None else f"  loss {loss:.3g}"
         log.write(learner.epoch, script.epochs, metrics, words)
         checkpoint = folder / f"checkpoint-{learner.epoch}"
         learner.save(checkpoint, stands_on, log.seconds)

@@ -27,7 +27,6 @@ from llm_policy.run_files import METRICS_FILE, cut_back
 from llm_policy.sampling import sample_completions
 
 STATE_FILE = "hindsight.pt"
-KEPT_CHECKPOINTS = 2
 
 
 @dataclass(frozen=True)
@@ -38,12 +37,14 @@ class Attempt:
         reward: how close it came to what was asked, in [0, 1].
         outcome: what it did; attempts with the same teach the same. None where it did nothing that can be asked for.
         prompt, reply: the question that it answers, and the answer as it is taught.
+        error: the kind of failure, for the log; "" where there was none.
     """
 
     reward: float
     outcome: str | None = None
     prompt: Messages | None = None
     reply: str = ""
+    error: str = ""
 
 
 @dataclass
@@ -111,8 +112,8 @@ class HindsightLearner:
         self.seen.update(shortest)
         return sorted(shortest.values(), key=lambda attempt: attempt.reward)
 
-    def learn(self, lessons: Sequence[Attempt]) -> float:
-        """One pass over the lessons, in their order. Returns the mean loss (nats per token)."""
+    def learn(self, lessons: Sequence[Attempt]) -> float | None:
+        """One pass over the lessons, in their order. Returns the mean loss (nats per token); None without lessons."""
         base_model = self.model.get_base_model()
         add_fused_lm_head(base_model, outputs=("log_probs", "entropy"))
         self.model.train()
@@ -134,7 +135,7 @@ class HindsightLearner:
                 f"epoch {self.epoch}: the weight {bad} is no number (nan or inf); earlier checkpoints stay. "
                 "Lower --learning_rate"
             )
-        return sum(losses) / max(len(losses), 1)
+        return sum(losses) / len(losses) if losses else None
 
     # Resume ------------------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ from llm_policy.run_files import EVALUATION_FILE
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = (
     "run.json", "resolved_config.yaml", "metrics.jsonl", "answers.jsonl", "evaluation.json", "result.txt", "policy.png",
-    "curve.png", "minutes.txt",
+    "thoughts.png", "curve.png", "minutes.txt",
 )  # fmt: skip
 # What each script needs so that it resumes after a kill, and its configuration where none is named
 SCRIPTS = {

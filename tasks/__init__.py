@@ -93,6 +93,7 @@ class Task:
         full_reward: the most that a completion can earn, if that ends the training (--stop_when best, mean).
         attempts: replies to the first row's prompt, and how many there were before -> what came of each, and what it
             teaches in hindsight (train_hindsight.py).
+        log_of_attempts: what is logged of such attempts, by metric.
         lint: context tokens -> findings about data and prompts, errors first.
     """
 
@@ -110,6 +111,7 @@ class Task:
     source: object = None
     full_reward: float | None = None
     attempts: Callable[[Sequence[str], int], list[Attempt]] | None = None
+    log_of_attempts: Callable[[Sequence[Attempt]], dict[str, float]] = lambda _: {}
     lint: Callable[[int], list] | None = None
 
 

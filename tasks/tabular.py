@@ -8,7 +8,7 @@ A task of its own adds the words (`Words`) and its options; see frozen_lake.py a
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOConfig
 
 from llm_policy.chat import Messages, Reader, fit_to_template
-from llm_policy.completions import action_index, tagged
+from llm_policy.completions import action_index, parse_completion, tagged
 from llm_policy.environments.expert_q import read_expert_csv
 from llm_policy.environments.judge import (
     BASELINES,
+    THOUGHTS_FILE,
     baseline_policy,
     evaluate_policies,
     evaluation_table,
@@ -29,10 +30,10 @@ from llm_policy.environments.judge import (
     save_evaluation,
 )
 from llm_policy.environments.mdp import AGREEMENT_GAMMA, OPTIMAL_PERCENT, optimal_actions, optimal_q
-from llm_policy.environments.pictures import policy_figure
+from llm_policy.environments.pictures import ShownThought, policy_figure, thoughts_figure
 from llm_policy.environments.policy_table import best_actions, score_policy, uniform_policy
 from llm_policy.environments.table_environment import TableEnvironment
-from llm_policy.errors import InputError, check_choices
+from llm_policy.errors import InputError, check_choices, writing
 from llm_policy.grpo.answers import (
     answer_probabilities,
     answers_as_read,
@@ -49,6 +50,7 @@ from tasks.linter import Finding, lint
 
 PARTS = 4  # of sampled thoughts, to show how much is left to chance
 MAPS_JUDGED = 20  # of many maps, in the evaluations between steps (of the CSV's own, at the end too)
+THOUGHTS_SHOWN = 6
 
 
 @dataclass
@@ -118,10 +120,11 @@ class TableJudge:
         `samples` the thoughts are sampled and their answers exact (llm_policy/grpo/answers.py). `success_of_parts` then
         holds the success within the limit by each quarter of the thoughts alone: how much is left to chance. Without,
         `true_thoughts` and `true_words` are the shares of thoughts that are as the warm start would teach them, and
-        `behind_false_thoughts` says what the answer follows where one word of the thought is false (`follows`).
+        `behind_false_thoughts` says what the answer follows where one word of the thought is false (`follows`), and
+        `shown` holds completions for the picture: number of the state among all of `_pairs`, and the text.
         """
         actions = self.environments[0].actions
-        pairs = [(m, state) for m, environment in enumerate(self.environments) for state in environment.acting_states]
+        pairs = self._pairs()
         prompts = [self.words.messages(self.environments[m], state) for m, state in pairs]
         guesses = [self.words.reply(self.environments[m], state, 0) for m, state in pairs]
         if samples:
@@ -134,6 +137,10 @@ class TableJudge:
             found["true_thoughts"], found["true_words"] = true_thoughts(texts, guesses)
             if self.words.exchanged:
                 found["behind_false_thoughts"] = self.follows(model)
+                count = min(THOUGHTS_SHOWN, len(pairs))
+                found["shown"] = [
+                    (i, texts[i]) for i in ((2 * np.arange(count) + 1) * len(pairs) // (2 * count)).tolist()
+                ]
         if samples >= PARTS:
             parts = [mean_answers(part_PGA) for part_PGA in np.array_split(rows_PGA, PARTS, axis=1)]
             found["success_of_parts"] = [self._success_at_horizon(self._tables(pairs, rows_PA)) for rows_PA in parts]
@@ -164,6 +171,10 @@ class TableJudge:
         }
         counts["neither"] = len(kept) - counts["thought"] - counts["prompt"]
         return {name: int(count) / len(kept) for name, count in counts.items()} | {"states": len(kept)}
+
+    def _pairs(self) -> list[tuple[int, int]]:
+        """(Number of the environment, state) of all acting states."""
+        return [(m, state) for m, environment in enumerate(self.environments) for state in environment.acting_states]
 
     def _tables(self, pairs: Sequence[tuple[int, int]], rows_PA: np.ndarray) -> list[list[list[float]]]:
         """A policy table per environment from a row per acting state; uniform where no action is chosen."""
@@ -264,7 +275,28 @@ class TableJudge:
                 name: {key: answers[key] for key in kept if key in answers} for name, answers in answers_of.items()
             }
         text = show(table, ceiling, *spreads, *thoughts, *followed)
-        return Comparison(text, partial(save_evaluation, evaluated, self.environments, {"env_id": env_id} | about))
+
+        def save(folder: Path) -> None:
+            if shown := [(name, answers) for name, answers in answers_of.items() if answers.get("shown")]:
+                self._save_thoughts(*shown[-1], folder)
+            save_evaluation(evaluated, self.environments, {"env_id": env_id} | about, folder)
+
+        return Comparison(text, save)
+
+    def _save_thoughts(self, name: str, answers: Mapping, folder: Path) -> None:
+        """`thoughts.png`: some states, what the policy thought there, and what it chose."""
+        pairs, shown = self._pairs(), []
+        for number, text in answers["shown"]:
+            m, state = pairs[number]
+            environment = self.environments[m]
+            said, true = (parse_completion(t).thought for t in (text, self.words.reply(environment, state, 0)))
+            action_A = np.array(answers["policies"][m][state])
+            shown.append(ShownThought(environment, state, action_A, best_actions(environment)[state], said, true))
+        title = f"{name}: {answers['true_thoughts']:.1%} of {len(pairs):,} thoughts are true; false words are red"
+        figure = thoughts_figure(shown, title)
+        with writing(f"--output_dir {folder}", "make room, or name another folder"):
+            folder.mkdir(parents=True, exist_ok=True)
+            figure.savefig(folder / THOUGHTS_FILE, dpi=120)
 
 
 # Task ----------------------------------------------------------------------------------------------------------

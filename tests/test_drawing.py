@@ -125,6 +125,8 @@ HOSTILE = {
     "negative": ("def task(img):\n    return [[-1]]", "bad_output"),
     "nan": ("def task(img):\n    return [[float('nan')]]", "bad_output"),
     "truth": ("def task(img):\n    return [[True]]", "bad_output"),
+    "long number": ("def task(img):\n    return [[10**5000]]", "bad_output"),
+    "long number inside": ("def task(img):\n    return [[[-(10**5000)]]]", "bad_output"),
     "itself": ("def task(img):\n    return task", "bad_output"),
     "two arguments": ("def task(img, other):\n    return img", "runtime"),
     "raises": ("def task(img):\n    raise ValueError('no')", "runtime"),
@@ -223,6 +225,8 @@ def test_without_the_package_a_line_names_the_file(monkeypatch):
         ("16-squares", (8, 8), [1, 1, 5, 5, 9, 9, 4, 4]),
         ("20-squares", (10, 8), [1, 1, 6, 6, 2, 2, 7, 7]),
         ("25-squares", (10, 10), [1, 1, 6, 6, 2, 2, 7, 7, 3, 3]),
+        ("1-squares", (2, 2), [1, 1]),
+        ("36-squares", (12, 12), [1, 1, 7, 7, 4, 4, 1, 1, 7, 7, 4, 4]),
     ],
 )
 def test_targets_by_name(name, sides, row):
@@ -237,7 +241,9 @@ def test_colors_of_squares_leave_out_the_background():
     assert vertical_lines(4)[3] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("name", ["10-vertical-lines", "0-vertical-lines", "5-squares", "lines", "٣-vertical-lines"])
+@pytest.mark.parametrize(
+    "name", ["10-vertical-lines", "0-vertical-lines", "5-squares", "256-squares", "lines", "٣-vertical-lines"]
+)
 def test_unknown_targets(name):
     with pytest.raises(InputError, match=rf"^--target {name}: expected N-vertical-lines \(N 1 to 9\), N-squares"):
         read_target(name)
@@ -373,6 +379,24 @@ def test_the_verdict_says_what_the_training_found(sandbox, tmp_path):
         assert judge.judgement(answers).verdict == f"2-vertical-lines {words}{between} {now}"
 
 
+def test_programs_are_counted_over_processes_and_batches(sandbox, tmp_path, monkeypatch):
+    """Two processes have two programs each, and a batch serves two optimiser steps."""
+    target, logged = read_target("2-vertical-lines"), {}
+    reward = PixelReward(target, sandbox, tmp_path / "found.json", steps_per_batch=2)
+    own = [reply("def task(img):\n    return img\n"), "no program"]
+    perfect = reward.score([reply("def task(img):\n    return [[1, 2], [1, 2]]\n"), own[0]])
+    monkeypatch.setattr("tasks.drawing.task.processes.gathered", lambda scores: [*scores, perfect])
+    state = type("State", (), {"global_step": 6})
+    assert reward(own, trainer_state=state, log_metric=logged.__setitem__) == [0.0, 0.0]
+    assert logged["drawing/generations"] == 3 * 4 + 4
+    assert (logged["drawing/best"], logged["drawing/solved"], logged["drawing/parse"]) == (1.0, 0.25, 0.25)
+    assert json.loads((tmp_path / "found.json").read_text())["generation"] == 15
+    (tmp_path / "found.json").unlink()
+    monkeypatch.setattr("tasks.drawing.task.processes.is_main", lambda: False)
+    reward(own, trainer_state=state)
+    assert not (tmp_path / "found.json").exists()
+
+
 def test_the_best_program_is_kept(sandbox, tmp_path):
     file, wanted = tmp_path / "found.json", [[1, 2]]
     for number, grid in enumerate(([[1, 0]], [[0, 0]], [[0, 2]], [[1, 2]], [[1, 2]])):
@@ -420,7 +444,12 @@ def test_a_run_on_a_tiny_model(answering_llama, tmp_path, capfd):
         train_script.main([*argv, "--warm_start_steps", "3"])
     # And it is judged again
     assert evaluate_policy.main(["--policies", str(tmp_path / "one"), "constant:1"]) == 0
-    assert "constant:1" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "2-vertical-lines, 2 x 2" in printed
+    assert re.search(r"constant:1 +50%", printed)
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    with pytest.raises(InputError, match=r"one, .*two: these runs were judged on different target; judge them one by"):
+        evaluate_policy.main(["--policies", one, two])
 
 
 def test_a_run_without_a_warm_start_takes_none_that_is_shared(answering_llama, tmp_path, capfd):

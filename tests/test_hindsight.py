@@ -19,7 +19,7 @@ from llm_policy.chat import Reader
 from llm_policy.errors import EXIT_INTERRUPTED, InputError
 from llm_policy.hindsight import Attempt, HindsightLearner, HindsightSettings
 from tasks.drawing import task as drawing_task
-from tasks.drawing.sandbox import code_of
+from tasks.drawing.sandbox import ERRORS, code_of
 from tasks.drawing.task import Arguments, make_task
 from tasks.drawing.words import messages, reply
 
@@ -64,7 +64,7 @@ def test_the_loss_falls_and_the_base_model_stays():
     lessons = [attempt("a", 0.5, "yes"), attempt("b", 0.6, "no"), attempt("c", 0.7, "maybe")]
     losses = [pupil.learn(lessons) for _ in range(8)]
     assert losses[-1] < 0.7 * losses[0]
-    assert pupil.learn([]) == 0.0
+    assert pupil.learn([]) is None
     assert all(torch.equal(p, base[name]) for name, p in pupil.model.named_parameters() if name in base)
     after = adapter_weights(pupil.model)
     assert any(not torch.equal(after[name], before[name]) for name in before)
@@ -194,10 +194,13 @@ def test_a_run_and_its_files(answering_llama, tmp_path, capfd):
     argv = arguments_of(answering_llama, tmp_path / "shared", tmp_path / "run")
     assert train_hindsight.main(argv) == 0
     printed = capfd.readouterr().out
-    assert "epoch 3/3  best 0  mean 0  lessons 0" in printed
+    assert "epoch 3/3  best 0  mean 0  lessons 0  0." in printed, "no loss where nothing was taught"
     assert "verdict: 2-vertical-lines not solved" in printed
     assert "(warm start 2 steps, hindsight 3 epochs)" in printed
-    assert [line["drawing/generations"] for line in metrics_of(tmp_path / "run")] == [8, 16, 24]
+    lines = metrics_of(tmp_path / "run")
+    assert [line["drawing/generations"] for line in lines] == [8, 16, 24]
+    assert all(sum(line[f"drawing/{kind}"] for kind in ERRORS) == 1 for line in lines), "all programs fail"
+    assert all(line["drawing/mean"] == line["drawing/solved"] == 0 and "loss" not in line for line in lines)
     settings = json.loads((tmp_path / "run/run.json").read_text())
     assert (settings["task"], settings["learner"], settings["seed"]) == ("drawing", "hindsight", 0)
     assert (tmp_path / "run/policy.png").stat().st_size > 1000

@@ -19,6 +19,7 @@ pytest.importorskip("sb3_contrib", reason="requirements-policy-gradient.txt")
 
 from safetensors.torch import load_file
 from sb3_contrib import TRPO
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import evaluate_policy
@@ -366,6 +367,55 @@ def test_a_lake_is_judged_exactly(model, tmp_path, capfd):
     assert np.array_equal(policy_table(learner, True), np.array(rows["trained, greedy"]["policy_SA"]))
 
 
+def test_a_trained_reader_is_judged_with_its_adapter(model, tmp_path):
+    """Centring reads all states of a lake before the adapter is loaded: those vectors must not count."""
+    options = ["--env_id", "FrozenLake-v1", "--actor", "lora", "--learning_rate", 0.03, "--horizon_steps", 100]
+    assert main(small(model, tmp_path / "out", *options)) == 0
+    rows = {row["policy"]: row for row in json.loads((tmp_path / "out/evaluation.json").read_text())["policies"]}
+    learner, _ = load_run(tmp_path / "out")
+    table_SA = policy_table(learner, False)
+    np.testing.assert_allclose(table_SA, np.array(rows["trained, sampled"]["policy_SA"]), atol=1e-4)
+    learner.reader.encoder.forget()
+    np.testing.assert_allclose(policy_table(learner, False), table_SA, atol=1e-6)
+
+
+def test_the_noise_of_a_judgement_is_new_for_each_copy_and_as_often_as_in_training(model, monkeypatch):
+    """stable-baselines3 draws state-dependent noise in training alone."""
+    drawn = []
+    for frequency, expected in ((4, 8), (-1, 1)):  # 30 steps of 3 copies; -1: each 32 steps, an update's
+        arguments = arguments_of(model, "--env_id", "Pendulum-v1", "--use_sde", "true", "--sde_sample_freq", frequency)
+        learner = make_learner(arguments)
+        drawn.clear()
+        draw = learner.policy.reset_noise
+        monkeypatch.setattr(
+            learner.policy, "reset_noise", lambda copies, draw=draw: (drawn.append(copies), draw(copies))
+        )
+        judge.episode_score(learner, arguments, "sampled", is_greedy=False)
+        assert drawn == [3] * expected
+        noise = learner.policy.action_dist.exploration_matrices
+        assert not torch.equal(noise[0], noise[1])
+
+
+def test_a_run_keeps_its_number_format(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(learners, "faster_format", lambda _: ("bfloat16", ""))
+    out = tmp_path / "out"
+    assert main(small(model, out, "--actor", "frozen")) == 0
+    assert json.loads((out / "run.json").read_text())["dtype"] == "bfloat16"
+    monkeypatch.setattr(learners, "faster_format", lambda _: ("float32", ""))
+    out.rename(tmp_path / "moved")
+    assert load_run(tmp_path / "moved")[0].reader.encoder.dtype == "bfloat16"
+    assert make_learner(arguments_of(model, "--actor", "frozen")).reader.encoder.dtype == "float32"
+
+
+def test_figures_stand_at_their_step_in_tensorboard(model, tmp_path):
+    assert main(small(model, tmp_path)) == 0
+    events = EventAccumulator(str(tmp_path / "runs"))
+    events.Reload()
+    steps = [line["step"] for line in metrics_of(tmp_path)]
+    for name in ("run/kl", "train/approx_kl"):
+        assert [event.step for event in events.Scalars(name)] == steps
+
+
 @pytest.mark.parametrize("actor", ACTORS)
 def test_a_loaded_run_acts_as_it_did(model, tmp_path, actor):
     out = tmp_path / "out"
@@ -408,7 +458,7 @@ def test_max_episodes_ends_the_training(model, tmp_path, capfd):
     ("algorithm", "actor", "env_id"),
     [
         ("ppo", "mlp", "CartPole-v1"), ("trpo", "mlp", "Pendulum-v1"), ("ppo", "frozen", "FrozenLake-v1"),
-        ("trpo", "lora", "CartPole-v1"),
+        ("trpo", "lora", "CartPole-v1"), ("ppo", "lora", "FrozenLake-v1"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -503,6 +553,10 @@ def test_a_run_stands_beside_others(model, tmp_path, capfd):
         (["--n_envs", "0"], r"--n_envs 0: expected an integer of at least 1"),
         (["--gamma", "1.5"], r"--gamma 1.5: expected a number above 0, at most 1"),
         (["--hidden_sizes", "0"], r"--hidden_sizes 0: "),
+        (["--use_sde", "true"], r"--use_sde true: CartPole-v1 has discrete actions; it is for continuous ones"),
+        (["--batch_size", "1"], r"--batch_size 1: expected at least 2, because advantages are normalised"),
+        (["--n_steps", "1", "--n_envs", "1", "--batch_size", "1"], r"an update has 1 step; expected at least 2"),
+        (["--algorithm", "trpo", "--sub_sampling_factor", "64"], r"--sub_sampling_factor 64: leaves 1 of an update's 64"),
         (["--cg_max_steps", "5"], r"--cg_max_steps 5: is for --algorithm trpo alone"),
         (["--algorithm", "trpo", "--n_epochs", "5"], r"--n_epochs 5: is for --algorithm ppo alone"),
         (["--resume_from_checkpoint", "yes"], r"--resume_from_checkpoint 'yes': expected one of auto"),
@@ -576,6 +630,24 @@ def test_a_configuration_fits_its_algorithm_and_comes_out_even(model, file):
 def test_an_environment_without_a_configuration_has_the_library_s(model):
     arguments, config = read_arguments(["--env_id", "MountainCar-v0"], "a test")
     assert (config, arguments.algorithm_options()) == ("", {"gamma": 0.99})
+    for algorithm, rate in (("ppo", 3e-4), ("trpo", 1e-3)):
+        learner = make_learner(arguments_of(model, "--env_id", "MountainCar-v0", "--algorithm", algorithm))
+        assert learner.algorithm.lr_schedule(1.0) == rate
+
+
+def test_a_linear_schedule_lowers_what_its_help_says(model):
+    algorithm = make_learner(arguments_of(model, "--schedule", "linear", "--clip_range", 0.3)).algorithm
+    assert [algorithm.clip_range(left) for left in (1.0, 0.5, 0.0)] == pytest.approx([0.3, 0.15, 0.0])
+    options = ["--schedule", "linear", "--env_id", "MountainCar-v0"]
+    algorithm = make_learner(arguments_of(model, *options)).algorithm
+    assert [algorithm.clip_range(left) for left in (1.0, 0.0)] == [0.2, 0.0]
+    assert [algorithm.lr_schedule(left) for left in (1.0, 0.0)] == [3e-4, 0.0]
+
+
+def test_gymnasium_s_own_id_of_the_large_lake_is_a_lake(model):
+    environment = EnvironmentSpec("FrozenLake8x8-v1", {}, None).make()
+    assert len(table_of(environment).grid) == 8
+    assert default_config("FrozenLake8x8-v1", "ppo") == default_config("FrozenLake-v1", "ppo")
 
 
 @pytest.mark.slow

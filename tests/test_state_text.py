@@ -1,5 +1,6 @@
 """What a language model reads of a state."""
 
+import gymnasium
 import numpy as np
 import pytest
 
@@ -29,6 +30,20 @@ def test_every_number_of_a_known_environment_has_a_name(env_id):
 def test_a_lake_is_its_grid_with_the_agent():
     text_of = text_of_states(make_gym_environment("FrozenLake-v1", {"desc": ["SF", "HG"]}))
     assert [text_of(row) for row in np.eye(4)] == ["AF|HG", "SA|HG", "SF|AG", "SF|HA"]
+
+
+def test_the_large_lake_under_its_own_id_is_a_grid_too():
+    text = text_of_states(make_gym_environment("FrozenLake8x8-v1"))(np.eye(64)[12])
+    assert text.startswith("SFFFFFFF|FFFFAFFF|")
+
+
+def test_another_environment_of_a_known_name_has_bare_numbers():
+    class Six(gymnasium.Env):
+        observation_space = gymnasium.spaces.Box(-1, 1, (6,), np.float32)
+        action_space = gymnasium.spaces.Discrete(2)
+
+    gymnasium.register("mine/CartPole-v0", Six, max_episode_steps=10)
+    assert text_of_states(make_gym_environment("mine/CartPole-v0"))(np.zeros(6)) == " ".join(["0.00"] * 6)
 
 
 def test_other_tables_have_the_text_of_their_task():

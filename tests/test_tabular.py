@@ -12,6 +12,7 @@ from llm_policy.chat import Reader
 from llm_policy.environments.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
 from llm_policy.environments.mdp import AGREEMENT_GAMMA, optimal_actions, optimal_q
+from llm_policy.environments.pictures import _lines_of_words, thoughts_figure
 from llm_policy.environments.policy_table import best_actions
 from llm_policy.environments.toy_text import CliffWalking, Taxi
 from llm_policy.errors import InputError
@@ -111,6 +112,36 @@ def test_false_thoughts_stand_below_the_table_and_in_the_file(tmp_path):
     compared.save(tmp_path)
     written = json.loads((tmp_path / "evaluation.json").read_text())
     assert written["thoughts"] == {"trained, greedy": told, "random": {}}
+
+
+def test_thoughts_are_drawn_below_their_maps(tmp_path, monkeypatch):
+    """A scripted model that says ice of every hole: its words stand in the picture, the false ones are told apart."""
+    lakes = [FrozenLake(CANONICAL_GRIDS["4x4"], slips) for slips in (True, False)]
+    judge = TableJudge(lakes, lake_words("cells", "neighbours"), Reader(None), {"thought": "neighbours"}, episodes=1)
+
+    def completions(self, _model, _prompts, _samples, guesses):
+        return [text.replace("hole", "ice") for text in guesses]
+
+    monkeypatch.setattr(Reader, "completions", completions)
+    monkeypatch.setattr(TableJudge, "follows", lambda *_: {"states": 0})
+    answers = judge.answers(None)
+    assert [number for number, _ in answers["shown"]] == [1, 5, 9, 12, 16, 20]  # of 11 states of each lake
+    written = []
+    monkeypatch.setattr("tasks.tabular.thoughts_figure", lambda *a: written.append(a) or thoughts_figure(*a))
+    judge.compare({"trained, greedy": json.loads(json.dumps(answers))}).save(tmp_path)
+    assert (tmp_path / "thoughts.png").stat().st_size > 10_000
+    ((shown, title),) = written
+    assert title.startswith("trained, greedy: 27.3% of 22 thoughts are true")
+    fifth = shown[1]
+    assert (fifth.environment, fifth.state) == (lakes[0], lakes[0].acting_states[5])
+    assert fifth.thought == fifth.true_thought.replace("hole", "ice")
+    assert fifth.action_A.tolist() == [1, 0, 0, 0]
+
+
+def test_words_of_a_thought_that_are_not_true():
+    lines = _lines_of_words("LEFT ice. UP ice.", "LEFT ice. UP hole. RIGHT out.", 9)
+    assert lines == [[("LEFT", True), ("ice.", True)], [("UP", True), ("ice.", False)]]
+    assert _lines_of_words("", "LEFT ice.", 20) == [[("(no thought)", False)]]
 
 
 def test_a_thought_without_the_map_has_no_false_word():

@@ -33,7 +33,7 @@ from llm_policy.statistics import wilson_interval
 BASELINES = ("random", "constant:ACTION", "expert", "q-learning", "shortest-path")
 Q_LEARNING_RUNS, Q_LEARNING_STEPS = 5, 100_000
 NEARLY_ALWAYS = 0.8  # share of the states with one action
-PICTURE_FILE = "policy.png"
+PICTURE_FILE, THOUGHTS_FILE = "policy.png", "thoughts.png"
 
 
 # One policy in words and numbers -------------------------------------------------------------------------------

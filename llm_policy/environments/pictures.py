@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import matplotlib
 
@@ -21,7 +22,7 @@ Panel = tuple[str, TableEnvironment, np.ndarray, np.ndarray]
 
 CELL_COLOURS = {"S": "#d7e8f7", "F": "#eef5fb", ".": "#eef5fb", "H": "#2d3a4a", "C": "#2d3a4a", "G": "#f5c542"}
 DARK_CELLS = "HC"
-LETTER_COLOUR, WALL_COLOUR = "#56708a", "#2d3a4a"
+LETTER_COLOUR, DARK_COLOUR = "#56708a", "#2d3a4a"
 OPTIMAL_COLOUR, OTHER_COLOUR = "#1a8a4a", "#c0392b"
 LEAST_PROBABILITY = 0.02  # what is drawn; less would be a dot
 
@@ -30,6 +31,9 @@ LINE_INCHES = 0.17
 LEGEND_INCHES = 0.36
 MARGIN_INCHES = 0.06
 NARROWEST_INCHES = 4.0  # what the legend needs
+
+THOUGHTS_PER_ROW, THOUGHT_SIDE, THOUGHT_POINTS = 3, 2.4, 7  # maps side by side, inches, size of the letters
+LETTER_WIDTH = 0.602  # of DejaVu Sans Mono, in its size
 
 
 def policy_figure(panels: Sequence[Panel]) -> Figure:
@@ -67,6 +71,78 @@ def policy_figure(panels: Sequence[Panel]) -> Figure:
         _add_title(figure, title, middle, bottom + side + LINE_INCHES * has_many, TITLE_POINTS)
     _add_legend(figure, [environment for _, environment, _, _ in panels])
     return figure
+
+
+@dataclass(frozen=True)
+class ShownThought:
+    """What a policy thought in one state, what would have been true, and the probabilities (A,) of its answer."""
+
+    environment: TableEnvironment
+    state: int
+    action_A: np.ndarray
+    optimal_A: np.ndarray
+    thought: str
+    true_thought: str
+
+
+def thoughts_figure(shown: Sequence[ShownThought], title: str) -> Figure:
+    """A map per thought, with the agent's cell framed and its answer as an arrow; below it the thought.
+
+    Words that are not true are red, each compared with the word in its place.
+    """
+    columns = min(THOUGHTS_PER_ROW, len(shown))
+    letters_per_line = int(72 * (THOUGHT_SIDE - 2 * MARGIN_INCHES) / (LETTER_WIDTH * THOUGHT_POINTS))
+    texts = [_lines_of_words(one.thought, one.true_thought, letters_per_line) for one in shown]
+    text_inches = LINE_INCHES * (0.5 + max(len(lines) for lines in texts))
+    row_inches = THOUGHT_SIDE + text_inches
+    rows = -(-len(shown) // columns)
+    title = _wrapped(title, 0.95 * columns * THOUGHT_SIDE)
+    height = rows * row_inches + LEGEND_INCHES + LINE_INCHES * (title.count("\n") + 2)
+    figure = Figure(figsize=(max(columns * THOUGHT_SIDE, NARROWEST_INCHES), round(height, 2)))
+    for number, (one, lines) in enumerate(zip(shown, texts, strict=True)):
+        left = number % columns * THOUGHT_SIDE
+        bottom = LEGEND_INCHES + (rows - 1 - number // columns) * row_inches + text_inches
+        drawing = next(d for d in one.environment.drawings() if one.state in d.state_of.values())
+        cell = next(cell for cell, state in drawing.state_of.items() if state == one.state)
+        policy_SA = np.zeros(one.environment.mdp.rewards_SA.shape)
+        policy_SA[one.state] = one.action_A
+        optimal_SA = np.zeros(policy_SA.shape, dtype=bool)
+        optimal_SA[one.state] = one.optimal_A
+        axes = _add_axes(figure, left, bottom, THOUGHT_SIDE, THOUGHT_SIDE)
+        _draw(axes, drawing, ("", one.environment, policy_SA, optimal_SA), 72 * THOUGHT_SIDE / len(drawing.cells))
+        frame = Rectangle((cell[1], cell[0]), 1, 1, fill=False, edgecolor=LETTER_COLOUR, linewidth=2.5)
+        axes.add_patch(frame)
+        _write_words(figure, lines, left + MARGIN_INCHES, bottom)
+    _add_title(figure, title, columns * THOUGHT_SIDE / 2, rows * row_inches + LEGEND_INCHES, TITLE_POINTS)
+    _add_legend(figure, [one.environment for one in shown])
+    return figure
+
+
+def _lines_of_words(thought: str, true_thought: str, letters: int) -> list[list[tuple[str, bool]]]:
+    """Lines of (word, whether it is the one of the true thought in this place), none longer than so many letters."""
+    true_words = true_thought.split()
+    words = [(word, true_words[i : i + 1] == [word]) for i, word in enumerate(thought.split())]
+    lines: list[list[tuple[str, bool]]] = [[]]
+    for word, is_true in words or [("(no thought)", False)]:
+        if lines[-1] and sum(len(w) + 1 for w, _ in lines[-1]) + len(word) > letters:
+            lines.append([])
+        lines[-1].append((word[:letters], is_true))
+    return lines
+
+
+def _write_words(figure: Figure, lines: Sequence[Sequence[tuple[str, bool]]], left: float, top: float) -> None:
+    """Lines below (left, top), in inches."""
+    width, height = figure.get_size_inches()
+    for number, line in enumerate(lines, start=1):
+        letters = 0
+        for word, is_true in line:
+            x = left + letters * LETTER_WIDTH * THOUGHT_POINTS / 72
+            figure.text(
+                x / width, (top - number * LINE_INCHES) / height, word, fontsize=THOUGHT_POINTS, family="monospace",
+                color=DARK_COLOUR if is_true else OTHER_COLOUR, weight="normal" if is_true else "bold",
+                parse_math=False,
+            )  # fmt: skip
+            letters += len(word) + 1
 
 
 def _width(drawing: Drawing, side: float) -> float:
@@ -118,7 +194,7 @@ def _draw(axes: Axes, drawing: Drawing, panel: Panel, cell_points: float) -> Non
             colour = "white" if letter in DARK_CELLS else LETTER_COLOUR
             axes.text(column + 0.08, row + 0.24, label, fontsize=min(8, 0.24 * cell_points), color=colour)
     for row, column in drawing.walls:
-        axes.plot([column + 1, column + 1], [row, row + 1], color=WALL_COLOUR, linewidth=2.5, solid_capstyle="butt")
+        axes.plot([column + 1, column + 1], [row, row + 1], color=DARK_COLOUR, linewidth=2.5, solid_capstyle="butt")
     without_arrow = _actions_without_arrow(environment)
     for (row, column), state in drawing.state_of.items():
         for action in np.flatnonzero(policy_SA[state] >= LEAST_PROBABILITY).tolist():

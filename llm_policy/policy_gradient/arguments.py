@@ -76,7 +76,9 @@ class PolicyGradientArguments:
     )
     n_steps: int | None = field(default=None, metadata={"help": "Steps of each copy between updates."})
     batch_size: int | None = field(default=None, metadata={"help": "Steps per minibatch (trpo: of the critic)."})
-    learning_rate: float = field(default=3e-4, metadata={"help": "Of Adam (trpo: of the critic)."})
+    learning_rate: float | None = field(
+        default=None, metadata={"help": "Of Adam (trpo: of the critic). Default: stable-baselines3's."}
+    )
     schedule: str = field(
         default="constant", metadata={"help": "constant, or linear: learning rate and clip range fall to 0."}
     )
@@ -152,7 +154,7 @@ class PolicyGradientArguments:
 
 def default_config(env_id: str, algorithm: str, actor: str = "mlp") -> Path | None:
     """The settings for an environment, whatever its version, and for an actor if it has its own; None without any."""
-    name = env_id.rpartition("/")[2].rpartition("-")[0] or env_id
+    name = (env_id.rpartition("/")[2].rpartition("-")[0] or env_id).removesuffix("8x8")
     files = [CONFIGS / algorithm / f"{name}{suffix}.yaml" for suffix in (f"-{actor}", "")]
     return next((file for file in files if file.is_file()), None)
 

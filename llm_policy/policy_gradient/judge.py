@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from gymnasium.spaces import Discrete
 from rich.table import Table
 from stable_baselines3.common.evaluation import evaluate_policy
@@ -74,7 +75,8 @@ def published_lines(env_id: str) -> list[str]:
 
 def table_of(environment: GymEnvironment) -> TableEnvironment | None:
     """The same environment as a `TableEnvironment`; None where it has none, or dynamics of its own."""
-    kind = ENVIRONMENTS.get(environment.env_id)
+    is_lake = isinstance(environment.env.unwrapped, FrozenLakeEnv)
+    kind = FrozenLake if is_lake else ENVIRONMENTS.get(environment.env_id)
     if kind is None or environment.mdp is None:
         return None
     if kind is FrozenLake:
@@ -146,12 +148,32 @@ def episode_score(learner: Learner, arguments: PolicyGradientArguments, name: st
     most_steps = arguments.judge_episodes * learner.environment.horizon_steps
     with progress(range(most_steps), f"judging {name}, at most", unit="step") as bar:
         totals, _ = evaluate_policy(
-            learner.algorithm, env, arguments.judge_episodes, deterministic=is_greedy, return_episode_rewards=True,
+            _WithNoise(learner, env.num_envs), env, arguments.judge_episodes, deterministic=is_greedy,
+            return_episode_rewards=True,
             callback=lambda *_: bar.update(),
         )  # fmt: skip
     torch.set_rng_state(generators)
     assert isinstance(totals, list)
     return EpisodeScore.of(name, totals)
+
+
+class _WithNoise:
+    """The policy as `evaluate_policy` asks it, with new state-dependent noise as often as in training.
+
+    stable-baselines3 draws that noise while it trains and nowhere else: all episodes would share one draw.
+    """
+
+    def __init__(self, learner: Learner, copies: int) -> None:
+        self.policy, self.copies, self.asked = learner.policy, copies, 0
+        algorithm = learner.algorithm
+        every = algorithm.sde_sample_freq if algorithm.sde_sample_freq > 0 else algorithm.n_steps
+        self.every = every if algorithm.use_sde else 0
+
+    def predict(self, observation, state=None, episode_start=None, deterministic=False):
+        if self.every and self.asked % self.every == 0:
+            self.policy.reset_noise(self.copies)
+        self.asked += 1
+        return self.policy.predict(observation, state, episode_start, deterministic)
 
 
 def judge_seed(arguments: PolicyGradientArguments) -> int:
@@ -295,6 +317,7 @@ def load_run(folder: Path) -> tuple[Learner, PolicyGradientArguments]:
     (arguments,), _ = parse_arguments(
         ["--config", str(folder / CONFIG_FILE)], (PolicyGradientArguments,), description="a finished run"
     )
+    arguments.output_dir = str(folder)  # it may have been moved
     learner = make_learner(arguments)
     load_policy(learner, folder)
     file = folder / STATISTICS_FILE

@@ -37,6 +37,7 @@ from llm_policy.policy_gradient.policy import Policy, StateReader
 from llm_policy.policy_gradient.state_text import text_of_states
 from llm_policy.policy_gradient.text_encoder import TextEncoder
 from llm_policy.policy_gradient.trpo import FewPassesTRPO
+from llm_policy.run_files import run_settings
 
 LIKELY_STATES = 64  # whose texts say what all texts have in common
 POLICY_FILE, STATISTICS_FILE, STATE_FILE = "policy.safetensors", "normalizer.json", "training_state.pt"
@@ -79,6 +80,8 @@ def make_learner(arguments: PolicyGradientArguments) -> Learner:
     cannot be loaded or reads less than a state.
     """
     environment = spec_of(arguments).make()
+    if arguments.use_sde and isinstance(environment.env.action_space, Discrete):
+        raise InputError(f"--use_sde true: {arguments.env_id} has discrete actions; it is for continuous ones")
     env = training_env(arguments, arguments.n_envs)
     torch.manual_seed(arguments.seed)
     reader = make_reader(arguments, environment, env) if arguments.reads_text else None
@@ -90,12 +93,12 @@ def make_learner(arguments: PolicyGradientArguments) -> Learner:
     check_rollout(rollout, options["batch_size"], arguments)
     if make is FewPassesTRPO and arguments.actor == "lora":
         options.setdefault("sub_sampling_factor", max(1, rollout // STATES_PER_GRAPH))
+    defaults = signature(make).parameters
+    rate: float | LinearSchedule = arguments.learning_rate or defaults["learning_rate"].default
     if arguments.schedule == "linear":
-        rate: float | LinearSchedule = LinearSchedule(arguments.learning_rate, 0.0, 1.0)
-        if "clip_range" in options:
-            options["clip_range"] = LinearSchedule(options["clip_range"], 0.0, 1.0)
-    else:
-        rate = arguments.learning_rate
+        rate = LinearSchedule(rate, 0.0, 1.0)
+        if make is PPO:
+            options["clip_range"] = LinearSchedule(options.get("clip_range", defaults["clip_range"].default), 0.0, 1.0)
     algorithm = make(
         Policy,
         env,
@@ -117,7 +120,14 @@ def make_learner(arguments: PolicyGradientArguments) -> Learner:
 
 
 def check_rollout(steps: int, batch_size: int, arguments: PolicyGradientArguments) -> None:
-    """`InputError` where an update has no whole number of minibatches, or the run is shorter than one update."""
+    """`InputError` where an update has no whole number of minibatches, too few steps, or is longer than the run."""
+    if steps < 2:
+        raise InputError(f"--n_steps, --n_envs: an update has {steps} step; expected at least 2")
+    if arguments.algorithm == "ppo" and batch_size < 2:
+        raise InputError(f"--batch_size {batch_size}: expected at least 2, because advantages are normalised")
+    factor = arguments.sub_sampling_factor or 1
+    if -(-steps // factor) < 2:
+        raise InputError(f"--sub_sampling_factor {factor}: leaves 1 of an update's {steps} steps; expected at least 2")
     if steps % batch_size:
         raise InputError(
             f"--batch_size {batch_size}: an update has {steps} steps (n_steps {steps // arguments.n_envs} x n_envs "
@@ -132,8 +142,9 @@ def make_reader(arguments: PolicyGradientArguments, environment: GymEnvironment,
     name, is_trained = arguments.model_name_or_path, arguments.actor == "lora"
     on_gpu = torch.cuda.is_available()
     dtype = arguments.dtype
-    if dtype == "auto":
-        dtype = "float32" if is_trained else faster_format(on_gpu)[0]
+    if dtype == "auto":  # a run that is resumed or judged keeps its format: another one reads otherwise
+        begun_with = run_settings(str(arguments.output_dir)).get("dtype")
+        dtype = begun_with or ("float32" if is_trained else faster_format(on_gpu)[0])
     device = torch.device("cuda" if on_gpu else "cpu")
     tokenizer = load_tokenizer(name)
     # The attention kernels have no second derivative, which TRPO's Fisher products need
@@ -216,6 +227,7 @@ def training_state(learner: Learner, extra: Mapping) -> dict:
         "environments": [wrapper.state() for wrapper in replayables(env)],
         "generators": {
             "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
             "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
         },
         "exploration": {name: getattr(learner.policy.action_dist, name) for name in _noise_of(learner)},
@@ -248,10 +260,12 @@ def restore_chance(learner: Learner, state: Mapping) -> None:
     """The random numbers of `training_state`, once the algorithm has drawn what it draws before a rollout."""
     generators = state["generators"]
     torch.set_rng_state(generators["torch"])
+    if torch.cuda.is_available() and len(generators["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(generators["cuda"])
     kind, keys, *rest = generators["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     for name in _noise_of(learner):
-        setattr(learner.policy.action_dist, name, state["exploration"][name])
+        setattr(learner.policy.action_dist, name, state["exploration"][name].to(learner.policy.device))
 
 
 def replayables(env: VecNormalize) -> list[Replayable]:

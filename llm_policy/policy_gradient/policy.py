@@ -82,6 +82,12 @@ class Policy(ActorCriticPolicy):
         for module, gain in gains.items() if is_orthogonal else ():
             module.apply(partial(self.init_weights, gain=gain))
 
+    def load_state_dict(self, *arguments, **options):
+        result = super().load_state_dict(*arguments, **options)
+        if self.reader is not None:
+            self.reader.encoder.forget()
+        return result
+
     def set_training_mode(self, mode: bool) -> None:
         super().set_training_mode(mode)
         if self.reader is not None:

@@ -167,7 +167,6 @@ class Progress(BaseCallback):
         self._check_weights()
         if self.logged_at < self.num_timesteps:
             self.log()
-        self.logger.dump(self.num_timesteps)
         self.save()
         self.ended = time.perf_counter()
 
@@ -196,6 +195,7 @@ class Progress(BaseCallback):
         for name, value in metrics.items():
             if name not in ("step", "seconds"):
                 self.logger.record(f"run/{name}", value)
+        self.logger.dump(steps)
         self.logged_at = steps
         shown = [f"step {steps:,}/{self.total:,}", f"{len(self.episode_returns):,} episodes"]
         if recent:

@@ -80,6 +80,9 @@ def about(learner: Learner, arguments: PolicyGradientArguments) -> str:
         first = learner.reader.text_of(np.zeros(learner.env.observation_space.shape))
         model = arguments.model_name_or_path
         lines.append(f"{Path(model).name} in {learner.reader.encoder.dtype} reads: {first}")
+        tokenizer = learner.reader.encoder.tokenizer
+        if tokenizer.pad_token_id == tokenizer.eos_token_id:
+            lines.append(f"no padding token of its own: the end token {tokenizer.eos_token} is taken")
     return "\n".join(lines)
 
 
@@ -97,6 +100,7 @@ def write_settings(
         "actor": arguments.actor,
         "horizon_steps": learner.environment.horizon_steps,
         "made_from": made_from,
+        **({"dtype": learner.reader.encoder.dtype} if learner.reader else {}),
         **judge.table_settings(table),
         "versions": {name: version(name) for name in packages},
     }

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from gymnasium.spaces import Discrete
 
 from llm_policy.environments import frozen_lake
@@ -46,13 +47,14 @@ def text_of_states(environment: GymEnvironment) -> StateText:
     observations = environment.env.observation_space
     if isinstance(observations, Discrete):
         text_of_state: Callable[[int], str] = "state {}".format
-        if name == "FrozenLake":
+        if isinstance(environment.env.unwrapped, FrozenLakeEnv):
             text_of_state = partial(frozen_lake.state_text, lake_grid(environment))
         elif name in TABLES:
             text_of_state = TABLES[name]().state_text
         texts = [text_of_state(state) for state in range(int(observations.n))]
         return lambda one_hot: texts[int(np.argmax(one_hot))]
-    return partial(vector_text, NAMES.get(name, ()))
+    names = NAMES.get(name, ())
+    return partial(vector_text, names if (len(names),) == observations.shape else ())
 
 
 def lake_grid(environment: GymEnvironment) -> frozen_lake.Grid:

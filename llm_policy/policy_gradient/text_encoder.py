@@ -62,6 +62,11 @@ class TextEncoder:
     def set_training(self, is_training: bool) -> None:
         self.is_training = is_training and bool(self.parameters)
         if self.is_training:
+            self.forget()
+
+    def forget(self) -> None:
+        """The weights are others now, where any are trained: what was read with the old ones does not count."""
+        if self.parameters:
             self._kept.clear()
 
     def read(self, texts: Sequence[str]) -> torch.Tensor:

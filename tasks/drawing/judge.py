@@ -86,6 +86,13 @@ def scored(codes: Sequence[str], outcomes: Sequence[Outcome], wanted: Grid) -> S
     return Score(shares, codes[best], outcomes[best].grid, errors)
 
 
+def together(scores: Sequence[Score]) -> Score:
+    """One score of the programs of all."""
+    best = max(scores, key=lambda score: score.best)
+    shares = [share for score in scores for share in score.shares]
+    return Score(shares, best.best_code, best.best_grid, sum((score.errors for score in scores), Counter()))
+
+
 @dataclass(frozen=True)
 class DrawingJudge:
     """Asks a model for programs that draw the target (`tasks.Judge`).

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llm_policy.errors import InputError
+from llm_policy.hardware import granted_threads
 
 try:
     import pydantic_monty as monty
@@ -79,7 +80,7 @@ class Sandbox:
                 "--task drawing: the package pydantic-monty is missing, without which no program is run; "
                 "pip install -r requirements-drawing.txt"
             )
-        self.workers = workers or min(os.cpu_count() or 1, MOST_WORKERS)
+        self.workers = workers or min(granted_threads() or os.cpu_count() or 1, MOST_WORKERS)
         self._pool = None
 
     def close(self) -> None:
@@ -132,8 +133,15 @@ def grid_problem(rows: object) -> str:
     if any(len(row) != len(rows[0]) for row in rows):
         return "rows of several lengths"
     if bad := [color for row in rows for color in row if type(color) is not int or not 0 <= color < COLORS]:
-        return f"color {bad[0]!r:.40}, expected 0 to {COLORS - 1}"
+        return f"color {_shown(bad[0])}, expected 0 to {COLORS - 1}"
     return ""
+
+
+def _shown(color: object) -> str:
+    try:
+        return f"{color!r:.40}"
+    except ValueError:  # Python writes no integer of more than 4,300 digits, and a program may return one
+        return f"of type {type(color).__name__}"
 
 
 def _failed(error: Exception) -> Outcome:

@@ -10,10 +10,14 @@ from llm_policy.errors import InputError
 from llm_policy.reading import read_text
 from tasks.drawing.sandbox import COLORS, LONGEST_SIDE, Grid, grid_problem
 
-SQUARES = {4: (2, 2), 9: (3, 3), 12: (3, 4), 16: (4, 4), 20: (5, 4), 25: (5, 5)}  # rows and columns of squares
-SIDE_OF_SQUARE = 2
-MOST_LINES = 9
-NAMES = f"N-vertical-lines (N 1 to {MOST_LINES}), N-squares (N {', '.join(map(str, SQUARES))}), or a text file"
+SIDE_OF_SQUARE, MOST_LINES = 2, 9
+MOST_SQUARES = LONGEST_SIDE // SIDE_OF_SQUARE  # side by side
+# Rows and columns of squares
+SQUARES = {12: (3, 4), 20: (5, 4)} | {side * side: (side, side) for side in range(1, MOST_SQUARES + 1)}
+NAMES = (
+    f"N-vertical-lines (N 1 to {MOST_LINES}), N-squares (N 12, 20, or k times k up to {MOST_SQUARES**2}), "
+    "or a text file"
+)
 EMPTY = 0
 
 

@@ -4,20 +4,24 @@ The target is one picture. The warm start teaches the drawing functions on rando
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
+from trl import GRPOConfig
 
+from llm_policy import processes
 from llm_policy.chat import Messages, Reader, fit_to_template
 from llm_policy.completions import completion_text
 from llm_policy.errors import InputError
+from llm_policy.grpo.lifecycle import steps_per_batch
 from llm_policy.grpo.warm_start import Lesson
 from llm_policy.hindsight import Attempt
 from llm_policy.run_files import write_whole
 from tasks import Task
-from tasks.drawing.judge import PERFECT, DrawingJudge, Score, read_found, scored
+from tasks.drawing.judge import PERFECT, DrawingJudge, Score, read_found, scored, together
 from tasks.drawing.programs import cleaned
 from tasks.drawing.sandbox import ERRORS, Grid, Outcome, Sandbox, code_of, grid_problem
 from tasks.drawing.targets import NAMES, Target, empty, random_program, read_target
@@ -74,13 +78,18 @@ class RandomDrawings(Sequence[Lesson]):
 class PixelReward:
     """TRL's contract: the share of pixels that a completion's program draws right; 0 where it fails.
 
-    Logs the best of each batch and what failed, and keeps the best program of the run in `found_file`.
+    Logs the best of each batch and what failed, and keeps the best program of the run in `found_file`. With several
+    processes each has a part of the batch.
+
+    Args:
+        steps_per_batch: optimiser steps on one batch of completions.
     """
 
     __name__ = "pixel_reward"
 
-    def __init__(self, target: Target, sandbox: Sandbox, found_file: Path) -> None:
+    def __init__(self, target: Target, sandbox: Sandbox, found_file: Path, steps_per_batch: int = 1) -> None:
         self.target, self.sandbox, self.found_file = target, sandbox, found_file
+        self.steps_per_batch = steps_per_batch
 
     def score(self, texts: Sequence[str]) -> Score:
         codes = [code_of(text) for text in texts]
@@ -93,21 +102,25 @@ class PixelReward:
         log_metric: Callable[[str, float], None] = lambda *_: None,
         **_,
     ) -> list[float]:
-        score = self.score([completion_text(completion) for completion in completions])
+        own = self.score([completion_text(completion) for completion in completions])
+        score = together(processes.gathered([own]))
+        count = len(score.shares)
         if trainer_state is not None:
-            before = trainer_state.global_step * len(completions)
-            keep_best(self.found_file, score, before)
-            log_metric("drawing/generations", before + len(completions))
-        for name, value in score_metrics(score).items():
-            log_metric(name, value)
-        return list(score.shares)
+            before = trainer_state.global_step // self.steps_per_batch * count
+            if processes.is_main():
+                keep_best(self.found_file, score, before)
+            log_metric("drawing/generations", before + count)
+        for name, value in batch_metrics(score.shares, score.errors).items():
+            log_metric(f"drawing/{name}", value)
+        return list(own.shares)
 
 
-def score_metrics(score: Score) -> dict[str, float]:
-    """What both learners log of a batch of programs."""
-    count = len(score.shares)
-    errors = {f"drawing/{kind}": score.errors[kind] / count for kind in ERRORS}
-    return {"drawing/best": score.best, "drawing/mean": score.mean, "drawing/solved": score.perfect / count} | errors
+def batch_metrics(shares: Sequence[float], errors: Mapping[str, int]) -> dict[str, float]:
+    """What both learners log of a batch of programs: the best, the mean, the share that is perfect and that failed."""
+    count = len(shares)
+    failed = {kind: errors.get(kind, 0) / count for kind in ERRORS}
+    solved = sum(share == PERFECT for share in shares) / count
+    return {"best": max(shares), "mean": sum(shares) / count, "solved": solved} | failed
 
 
 def keep_best(file: Path, score: Score, generations_before: int) -> None:
@@ -124,7 +137,7 @@ def in_hindsight(
 ) -> Attempt:
     """What a program drew, as a task that it solves: the program without what draws nothing."""
     if outcome.grid is None or outcome.grid == target.given:
-        return Attempt(share)
+        return Attempt(share, error=outcome.error)
     short = cleaned(code, lambda other: sandbox.run_all([other], target.given)[0].grid)
     prompt = messages(target.given, outcome.grid, show_functions)
     return Attempt(share, json.dumps(outcome.grid), prompt, reply(short))
@@ -144,17 +157,23 @@ def make_task(arguments: Arguments, training, tokenizer: PreTrainedTokenizerBase
     judge = DrawingJudge(target, reader, sandbox, arguments.show_functions, settings, found_file)
     drawings = RandomDrawings(sandbox, training.seed, arguments.show_functions)
     prompt = fit_to_template(judge.prompt, tokenizer)
-    reward = PixelReward(target, sandbox, found_file)
+    steps = steps_per_batch(training) if isinstance(training, GRPOConfig) else 1
+    reward = PixelReward(target, sandbox, found_file, steps)
 
     def attempts(texts: Sequence[str], generations_before: int) -> list[Attempt]:
         codes = [code_of(text) for text in texts]
         outcomes = sandbox.run_all(codes, target.given)
         score = scored(codes, outcomes, target.wanted)
         keep_best(found_file, score, generations_before)
-        return [
-            in_hindsight(code, outcome, share, target, sandbox, arguments.show_functions)
-            for code, outcome, share in zip(codes, outcomes, score.shares, strict=True)
-        ]
+        made: dict[str, Attempt] = {}  # equal programs are cleaned once: that takes far longer than to run them
+        for code, outcome, share in zip(codes, outcomes, score.shares, strict=True):
+            if code not in made:
+                made[code] = in_hindsight(code, outcome, share, target, sandbox, arguments.show_functions)
+        return [made[code] for code in codes]
+
+    def log_of_attempts(made: Sequence[Attempt]) -> dict[str, float]:
+        found = batch_metrics([attempt.reward for attempt in made], Counter(attempt.error for attempt in made))
+        return {f"drawing/{name}": value for name, value in found.items()}
 
     def findings(context_tokens: int) -> list[Finding]:
         found = prompt_tokens([prompt], tokenizer, context_tokens, training.max_completion_length)
@@ -164,6 +183,7 @@ def make_task(arguments: Arguments, training, tokenizer: PreTrainedTokenizerBase
         rows=[{"prompt": prompt}],
         reward_functions=[reward],
         attempts=attempts,
+        log_of_attempts=log_of_attempts,
         full_reward=PERFECT,
         judge=judge,
         is_reply=drawings.is_solved,
