@@ -103,7 +103,7 @@ def pyriddle_records() -> list[tuple[str, Fields]]:
 
 
 def riddles(arguments: Arguments) -> tuple[list[Question], list[Question]]:
-    """(to train on, to judge on): no answer is on both sides, not even as an option."""
+    """(to train on, to judge on): no answer is on both sides. With `--options` the wrong options are not, either."""
     seed = arguments.split_seed
     trained = read_riddles(arguments.dataset, seed)
     if arguments.test_dataset:

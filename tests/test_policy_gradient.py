@@ -556,7 +556,7 @@ def test_a_run_stands_beside_others(model, tmp_path, capfd):
         (["--use_sde", "true"], r"--use_sde true: CartPole-v1 has discrete actions; it is for continuous ones"),
         (["--batch_size", "1"], r"--batch_size 1: expected at least 2, because advantages are normalised"),
         (["--n_steps", "1", "--n_envs", "1", "--batch_size", "1"], r"an update has 1 step; expected at least 2"),
-        (["--algorithm", "trpo", "--sub_sampling_factor", "64"], r"--sub_sampling_factor 64: leaves 1 of an update's 64"),
+        (["--algorithm", "trpo", "--sub_sampling_factor", "64"], r"--sub_sampling_factor 64: leaves 1 of an update's"),
         (["--cg_max_steps", "5"], r"--cg_max_steps 5: is for --algorithm trpo alone"),
         (["--algorithm", "trpo", "--n_epochs", "5"], r"--n_epochs 5: is for --algorithm ppo alone"),
         (["--resume_from_checkpoint", "yes"], r"--resume_from_checkpoint 'yes': expected one of auto"),

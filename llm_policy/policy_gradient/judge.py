@@ -50,7 +50,7 @@ PUBLISHED = {
     "CartPole": {
         "PPO, 100k steps (rl-zoo)": "500 +- 0",
         "TRPO, 100k steps (rl-zoo)": "500 +- 0",
-        "PPO, seed 002": "500 by episode 350",
+        "PPO (Verma and Shukla)": "500 by episode 350",
     },
     "HalfCheetah": {
         "v3, TRPO, 1M steps (sb3-contrib, 3 seeds)": "1803 +- 46",

@@ -28,7 +28,7 @@ from llm_policy.policy_gradient.learner import (
 from llm_policy.run_files import METRICS_FILE, cut_back
 from llm_policy.startup import say_at_once
 
-BLOCK = 25  # episodes per point of the curve, as in seed 002
+BLOCK = 25  # episodes per point of the curve, as in Verma and Shukla's figure
 RESUME = "--resume_from_checkpoint auto"
 SECONDS_BETWEEN_LINES = 2  # on the terminal
 FIRST_ESTIMATE = 1000  # steps, after which the time left is said

@@ -1,4 +1,4 @@
-"""Drawing: the model writes a program that draws a picture (seed 004's experiments for ARC).
+"""Drawing: the model writes a program that draws a picture (after experiments for the ARC challenge, docs/drawing.md).
 
 The target is one picture. The warm start teaches the drawing functions on random pictures of one to four calls.
 """
