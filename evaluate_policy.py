@@ -39,7 +39,8 @@ from llm_policy.policy_gradient.arguments import EXTRA
 from llm_policy.run_files import EVALUATION_FILE, TABLE_FILE, check_output_dir, only_process_in, run_settings
 from tasks import TASKS, Comparison, Judge, task_module
 
-OVERRIDES = ("map", "is_slippery", "observation", "horizon_steps", "test_dataset")  # stand above what run.json says
+# Stand above what run.json says
+OVERRIDES = ("map", "is_slippery", "observation", "thought", "horizon_steps", "test_dataset")
 OWN_FILES = (EVALUATION_FILE, PICTURE_FILE, THOUGHTS_FILE, TABLE_FILE)
 # What all runs of one table must have in common, and the task that has it (None: all)
 SHARED = {"task": None, "maps": "frozen_lake", "is_slippery": "frozen_lake", "target": "drawing", "wanted": "drawing"}
@@ -56,6 +57,7 @@ class EvaluationArguments:
     map: str | None = field(default=None, metadata={"help": "Lake: 4x4, 8x8 or a text file. Default: the run's maps."})
     is_slippery: bool | None = field(default=None, metadata={"help": "Lake: slippery? Default: the run's, else true."})
     observation: str | None = field(default=None, metadata={"help": "Lake: as in training. Default: the run's."})
+    thought: str | None = field(default=None, metadata={"help": "Lake: as in training. Default: the run's."})
     horizon_steps: int | None = field(default=None, metadata={"help": "Step limit. Default: the environment's."})
     test_dataset: str | None = field(
         default=None, metadata={"help": "Questions: samples, a .jsonl or .csv file, or hub/id. Default: the run's."}
@@ -169,7 +171,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     output_dir = Path(arguments.output_dir)
     check_output_dir(output_dir, resumes=False, own=OWN_FILES)
     with only_process_in(output_dir):
-        judge_policies(arguments).save(output_dir)
+        comparison = judge_policies(arguments)
+        for name in OWN_FILES:  # of an earlier judgement
+            (output_dir / name).unlink(missing_ok=True)
+        comparison.save(output_dir)
         files = [name for name in OWN_FILES if (output_dir / name).exists()]
     print(f"saved {output_dir}: {', '.join(files)}")
     return 0

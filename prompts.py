@@ -171,7 +171,8 @@ def policy_messages(grid: Grid, state: int, is_slippery: bool, observation: str 
 
 # Thoughts: what the warm start teaches, (grid, row-major index of the agent's cell) -> text. All of it follows from the
 # map alone, names no action that would be better than another, and needs no more than the sentence before it and a look
-# at the map. `search` is as long as the way to the goal, the others are about 12, 35 and 90 tokens.
+# at the map. `search` names every cell that is no farther from the goal than the agent: at most about 80 tokens on 4x4
+# and 250 on 8x8. The others are about 12, 35 and 90 tokens.
 
 
 def think_place(grid: Grid, state: int) -> str:

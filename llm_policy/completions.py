@@ -6,6 +6,7 @@ Text from a model is only ever matched against patterns and names that we know; 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 
 # The whole completion: one thought, one answer, nothing outside. Neither part may hold a tag of its own.
 _TAGLESS = r"(?:(?!</?(?:think|answer)>).)*"
@@ -52,6 +53,16 @@ def parse_completion(text: str) -> ParsedCompletion:
         is_loosely_formed=_LOOSELY_FORMED.search(text) is not None,
         thought=found[1].strip() if (found := _THOUGHT.search(text)) else "",
     )
+
+
+def common_words(said: Sequence[str], wanted: Sequence[str]) -> list[tuple[int, int]]:
+    """(Place in the one, place in the other) of the words that two texts have in common, in their order.
+
+    >>> common_words("out, 10: ice".split(), "0f: ice, 10: ice".split())
+    [(1, 2), (2, 3)]
+    """
+    blocks = SequenceMatcher(None, said, wanted, autojunk=False).get_matching_blocks()
+    return [(block.a + i, block.b + i) for block in blocks for i in range(block.size)]
 
 
 def tagged(is_answer: Callable[[str], bool]) -> Callable[[object, str], bool]:

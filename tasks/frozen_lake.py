@@ -49,6 +49,7 @@ def lake_words(observation: str, thought: str = "place") -> Words:
         messages=lambda lake, state: policy_messages(lake.grid, state, lake.is_slippery, observation),
         reply=lambda lake, state, action: format_example(lake.grid, state, action, thought),
         exchanged=None if thought == "place" else exchanged,
+        telling=frozenset({"hole", "goal"}) if thought in ("neighbours", "ways") else frozenset(),
     )
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOConfig
 
 from llm_policy.chat import Messages, Reader, fit_to_template
-from llm_policy.completions import action_index, parse_completion, tagged
+from llm_policy.completions import action_index, common_words, completion_text, parse_completion, tagged
 from llm_policy.environments.expert_q import read_expert_csv
 from llm_policy.environments.judge import (
     BASELINES,
@@ -35,22 +35,26 @@ from llm_policy.environments.policy_table import best_actions, score_policy, uni
 from llm_policy.environments.table_environment import TableEnvironment
 from llm_policy.errors import InputError, check_choices, writing
 from llm_policy.grpo.answers import (
-    answer_probabilities,
+    answer_weights,
     answers_as_read,
     answers_behind,
     mean_answers,
+    sampled_answers,
     true_thoughts,
+    words_said,
 )
 from llm_policy.grpo.diagnostics import Judgement
 from llm_policy.run_files import ROOT
 from llm_policy.tables import show
-from rewards import REWARD_SHAPES, RewardShaping, reward_functions, well_formed_rewards
+from rewards import REWARD_SHAPES, Reward, RewardShaping, reward_functions, well_formed_rewards
 from tasks import Comparison, Task
 from tasks.linter import Finding, lint
 
 PARTS = 4  # of sampled thoughts, to show how much is left to chance
 MAPS_JUDGED = 20  # of many maps, in the evaluations between steps (of the CSV's own, at the end too)
 THOUGHTS_SHOWN = 6
+MOST_EXCHANGED = 500  # states whose thought is exchanged: at 16 x 16 twenty maps would have thousands
+TRUTH = ("true_thoughts", "true_words", "telling_words")
 
 
 @dataclass
@@ -84,11 +88,13 @@ class Words:
             on the action, so that no label is taught.
         exchanged: (environment, state) -> an environment that differs in one thing beside the agent, so that other
             actions are best, or None. Its thought, put into the model's mouth, shows whether the answer follows it.
+        telling: words of a thought that say what is rare on a map, to be counted apart.
     """
 
     messages: Callable[[Any, int], Messages]  # each task knows its own kind of environment
     reply: Callable[[Any, int, int], str]
     exchanged: Callable[[Any, int], Any] | None = None
+    telling: frozenset[str] = frozenset()
 
 
 # Judge ---------------------------------------------------------------------------------------------------------
@@ -119,39 +125,47 @@ class TableJudge:
         A completion that names no action counts as a uniformly random one: the agent has to move somehow. With
         `samples` the thoughts are sampled and their answers exact (llm_policy/grpo/answers.py). `success_of_parts` then
         holds the success within the limit by each quarter of the thoughts alone: how much is left to chance. Without,
-        `true_thoughts` and `true_words` are the shares of thoughts that are as the warm start would teach them, and
+        `true_thoughts`, `true_words`, `telling_words` say how far thoughts are as the warm start would teach them,
         `behind_false_thoughts` says what the answer follows where one word of the thought is false (`follows`), and
-        `shown` holds completions for the picture: number of the state among all of `_pairs`, and the text.
+        `shown` holds completions for the picture: number of the state among all of `_pairs`, the text, and what would
+        have been true.
         """
         actions = self.environments[0].actions
         pairs = self._pairs()
         prompts = [self.words.messages(self.environments[m], state) for m, state in pairs]
         guesses = [self.words.reply(self.environments[m], state, 0) for m, state in pairs]
         if samples:
-            rows_PGA, valid = answer_probabilities(self.reader, model, prompts, actions, samples, guesses)
+            is_fixed = "thought" not in self.settings
+            exact_PA, rest_PGA, valid = sampled_answers(
+                self.reader, model, prompts, actions, samples, guesses, is_fixed
+            )
+            rows_PGA = answer_weights(exact_PA, rest_PGA)
         else:
             texts = self.reader.completions(model, prompts, 0, guesses)
             rows_PGA, valid = answers_as_read(texts, actions)
         found = {"policies": self._tables(pairs, mean_answers(rows_PGA)), "format_validity": valid}
         if not samples:
             found["true_thoughts"], found["true_words"] = true_thoughts(texts, guesses)
+            if self.words.telling:
+                found["telling_words"] = words_said(texts, guesses, self.words.telling)
             if self.words.exchanged:
                 found["behind_false_thoughts"] = self.follows(model)
                 count = min(THOUGHTS_SHOWN, len(pairs))
-                found["shown"] = [
-                    (i, texts[i]) for i in ((2 * np.arange(count) + 1) * len(pairs) // (2 * count)).tolist()
-                ]
+                places = ((2 * np.arange(count) + 1) * len(pairs) // (2 * count)).tolist()
+                found["shown"] = [(i, texts[i], guesses[i]) for i in places]
         if samples >= PARTS:
-            parts = [mean_answers(part_PGA) for part_PGA in np.array_split(rows_PGA, PARTS, axis=1)]
+            rests = np.array_split(rest_PGA, PARTS, axis=1)
+            parts = [mean_answers(answer_weights(exact_PA, part_PGA)) for part_PGA in rests]
             found["success_of_parts"] = [self._success_at_horizon(self._tables(pairs, rows_PA)) for rows_PA in parts]
         return found
 
     def follows(self, model: PreTrainedModel) -> dict[str, float]:
         """What the answer follows behind a thought that is true of the `exchanged` environment, not of the prompt's.
 
-        Over the acting states of the first `MAPS_JUDGED` environments in which no action is best in both. `thought`,
-        `prompt` and `neither` are the shares of the answers that are best in the one, in the other, in none; `states`
-        says how many there are.
+        Over acting states of the first `MAPS_JUDGED` environments in which no action is best in both, `MOST_EXCHANGED`
+        of them. `thought`, `prompt` and `neither` are the shares of the answers that are best in the one, in the other,
+        in none. `changed` is the share that differs from the answer behind the true thought: 0 where the thought has no
+        say. `states` says how many there are.
         """
         kept = [
             (own, other, state)
@@ -161,16 +175,23 @@ class TableJudge:
         ]
         if not kept:
             return {"states": 0}
+        kept = kept[:: -(-len(kept) // MOST_EXCHANGED)]
         prompts = [self.words.messages(own, state) for own, _, state in kept]
-        replies = [self.words.reply(other, state, 0) for _, other, state in kept]
-        chosen = answers_behind(self.reader, model, prompts, replies, self.environments[0].actions).argmax(axis=1)
-        answers = list(zip(kept, chosen, strict=True))
+        actions = self.environments[0].actions
+
+        def chosen(replies: list[str]) -> np.ndarray:
+            return answers_behind(self.reader, model, prompts, replies, actions).argmax(axis=1)
+
+        before = chosen([self.words.reply(own, state, 0) for own, _, state in kept])
+        behind_false = chosen([self.words.reply(other, state, 0) for _, other, state in kept])
+        answers = list(zip(kept, behind_false, strict=True))
         counts = {
             "thought": sum(best_actions(other)[state, action] for (_, other, state), action in answers),
             "prompt": sum(best_actions(own)[state, action] for (own, _, state), action in answers),
         }
         counts["neither"] = len(kept) - counts["thought"] - counts["prompt"]
-        return {name: int(count) / len(kept) for name, count in counts.items()} | {"states": len(kept)}
+        shares = {name: int(count) / len(kept) for name, count in counts.items()}
+        return shares | {"changed": float((behind_false != before).mean()), "states": len(kept)}
 
     def _pairs(self) -> list[tuple[int, int]]:
         """(Number of the environment, state) of all acting states."""
@@ -228,7 +249,7 @@ class TableJudge:
                 "format_validity": answers["format_validity"],
                 "mutual_information": mutual_information(policies_SA, environments),
             }
-            | {name: answers[name] for name in ("true_thoughts", "true_words") if name in answers},
+            | {name: answers[name] for name in TRUTH if name in answers},
             verdict=verdict,
             is_optimal=min(score.percent_of_optimal for score in scores) >= OPTIMAL_PERCENT,
             draw=draw,
@@ -259,18 +280,20 @@ class TableJudge:
             if (parts := answers.get("success_of_parts"))
         ]
         thoughts = [
-            f"{name}: {answers['true_thoughts']:.1%} of thoughts are true, {answers['true_words']:.1%} of their words."
+            f"{name}: {answers['true_thoughts']:.1%} of thoughts are true, {answers['true_words']:.1%} of their words"
+            + (f", {answers['telling_words']:.1%} of holes and goals." if "telling_words" in answers else ".")
             for name, answers in answers_of.items()
-            if "true_thoughts" in answers and "thought" in self.settings
+            if "behind_false_thoughts" in answers
         ]
         followed = [
-            f"{name}: behind a thought with a false word the answer follows the thought in {found['thought']:.0%} of "
-            f"{found['states']} states, the map in {found['prompt']:.0%}, neither in {found['neither']:.0%}."
+            f"{name}: behind a thought of another map the answer changes in {found['changed']:.0%} of "
+            f"{found['states']} states. It is best on the thought's map in {found['thought']:.0%}, on the prompt's in "
+            f"{found['prompt']:.0%}, on neither in {found['neither']:.0%}."
             for name, answers in answers_of.items()
             if (found := answers.get("behind_false_thoughts")) and found["states"]
         ]
-        if "thought" in self.settings:
-            kept = ("true_thoughts", "true_words", "behind_false_thoughts")
+        if any("behind_false_thoughts" in answers for answers in answers_of.values()):
+            kept = (*TRUTH, "behind_false_thoughts")
             about["thoughts"] = {
                 name: {key: answers[key] for key in kept if key in answers} for name, answers in answers_of.items()
             }
@@ -286,12 +309,14 @@ class TableJudge:
     def _save_thoughts(self, name: str, answers: Mapping, folder: Path) -> None:
         """`thoughts.png`: some states, what the policy thought there, and what it chose."""
         pairs, shown = self._pairs(), []
-        for number, text in answers["shown"]:
+        for number, *texts in answers["shown"]:
             m, state = pairs[number]
             environment = self.environments[m]
-            said, true = (parse_completion(t).thought for t in (text, self.words.reply(environment, state, 0)))
+            said, true = (parse_completion(text).thought.split() for text in texts)
+            kept = {place for place, _ in common_words(said, true)}
+            words = [(word, place in kept) for place, word in enumerate(said)]
             action_A = np.array(answers["policies"][m][state])
-            shown.append(ShownThought(environment, state, action_A, best_actions(environment)[state], said, true))
+            shown.append(ShownThought(environment, state, action_A, best_actions(environment)[state], words))
         title = f"{name}: {answers['true_thoughts']:.1%} of {len(pairs):,} thoughts are true; false words are red"
         figure = thoughts_figure(shown, title)
         with writing(f"--output_dir {folder}", "make room, or name another folder"):
@@ -350,6 +375,9 @@ def table_task(
     def is_reply(prompt: Messages, text: str) -> bool:
         return is_tagged(prompt, text) and (not true_of or true_thoughts([text], [true_of[_key(prompt)]])[0] == 1)
 
+    functions = reward_functions(shaping, actions)
+    if thoughts_count:
+        functions[0] = logging_truth(functions[0], lambda row: words.reply(*states[row], 0))
     longest_name = max(range(len(actions)), key=lambda action: len(actions[action]))
 
     def findings(context_tokens: int) -> list[Finding]:
@@ -363,7 +391,7 @@ def table_task(
 
     return Task(
         rows=rows,
-        reward_functions=reward_functions(shaping, actions),
+        reward_functions=functions,
         judge=judge,
         judge_between=replace(
             judge, environments=judge.environments[:MAPS_JUDGED], words=replace(words, exchanged=None)
@@ -381,6 +409,25 @@ def table_task(
         source=all_rows,
         lint=findings,
     )
+
+
+def logging_truth(reward: Reward, true_reply: Callable[[int], str]) -> Reward:
+    """`reward`, which also logs how true the thoughts of the sampled completions are.
+
+    Args:
+        true_reply: number of the row of a completion -> a reply with the true thought.
+    """
+
+    def logged(completions: Sequence, row: Sequence[int], log_metric=None, **columns) -> list[float]:
+        if log_metric is not None:
+            true = [true_reply(number) for number in row]
+            whole, words = true_thoughts([completion_text(completion) for completion in completions], true)
+            log_metric("sampled/true_thoughts", whole)
+            log_metric("sampled/true_words", words)
+        return reward(completions, row=row, log_metric=log_metric, **columns)
+
+    logged.__name__ = reward.__name__
+    return logged
 
 
 def _key(prompt: Messages) -> str:
@@ -413,7 +460,7 @@ def single_environment_judge(
     environment: TableEnvironment, words: Words, settings: Mapping, reader: Reader, episodes: int, seed: int
 ) -> TableJudge:
     """The judge of an environment without maps. `settings` may have `horizon_steps`; `InputError` for a lake's."""
-    for option in ("map", "is_slippery", "observation"):
+    for option in ("map", "is_slippery", "observation", "thought"):
         if option in settings:
             raise InputError(f"--{option} {settings[option]}: is for lakes; {environment} has no such choice")
     return TableJudge([environment], words, reader, {}, episodes, seed, settings.get("horizon_steps"))

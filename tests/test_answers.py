@@ -9,11 +9,13 @@ from llm_policy.chat import Reader
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
 from llm_policy.grpo import answers, packing
 from llm_policy.grpo.answers import (
-    answer_probabilities,
+    answer_weights,
     answers_as_read,
     answers_behind,
     mean_answers,
+    sampled_answers,
     true_thoughts,
+    words_said,
 )
 from llm_policy.models import load_model, load_tokenizer
 from prompts import format_example, policy_messages
@@ -29,6 +31,12 @@ class Says(Reader):
 
     def completions(self, model, prompts, samples=0, guesses=None):
         return self.texts * len(prompts)
+
+
+def answer_probabilities(*arguments, **options):
+    """Weights (P, G, A), and the share of samples that are well-formed."""
+    exact_PA, rest_PGA, valid = sampled_answers(*arguments, **options)
+    return answer_weights(exact_PA, rest_PGA), valid
 
 
 def says(architecture: str, texts: list[str], split_actions: bool = False) -> Says:
@@ -121,6 +129,33 @@ def test_one_malformed_sample_of_a_sure_policy_costs_what_it_weighs(monkeypatch)
     assert valid == 7 / 8
 
 
+@pytest.mark.parametrize("samples", [1, 8])
+def test_thoughts_that_vary_are_sampled_and_a_guess_changes_no_estimate(monkeypatch, samples):
+    """UP at .997 behind every thought. As a fixed sentence, other thoughts would count as random moves."""
+    sure = np.log([0.5, 1e-3, 1e-3, 1e-3, 0.997])  # half of the time another thought
+    for name in ("_packed_scores", "_plain_scores"):
+        monkeypatch.setattr(answers, name, lambda _m, _r, pairs, _a: np.tile(sure, (len(pairs), 1)))
+    reader = says("llama", [f"{THOUGHT}UP</answer>"] * samples)
+    arguments = (reader, None, PROMPTS[:1], ACTIONS, samples)
+    for guesses in (None, [f"{THOUGHT}UP</answer>"]):
+        weights_PGA, _ = answer_probabilities(*arguments, guesses, is_fixed=False)
+        assert mean_answers(weights_PGA)[0] == pytest.approx([0.001, 0.001, 0.001, 0.997], abs=1e-6)
+
+
+def test_a_part_of_the_samples_knows_nothing_of_the_others():
+    """One of eight says RIGHT, the others the guessed thought: only its own part may know of it."""
+    exact_PA, rest_PGA = np.array([[0.5, 0, 0, 0]]), np.full((1, 8, 4), np.nan)
+    rest_PGA[0, 7] = [0, 0, 1, 0]
+    parts = [mean_answers(answer_weights(exact_PA, part))[0].tolist() for part in np.array_split(rest_PGA, 4, axis=1)]
+    assert parts == [[0.625, 0.125, 0.125, 0.125]] * 3 + [[0.5, 0, 0.5, 0]]
+    assert np.isnan(rest_PGA[0, :7]).all(), "stays as it was"
+
+
+def test_rounding_makes_no_negative_probability():
+    exact_PA, rest_PGA = np.array([[1.0 + 1.4e-7, 1e-9, 0, 0]]), np.array([[[0, 0, 1.0, 0]]])
+    assert (mean_answers(answer_weights(exact_PA, rest_PGA)) >= 0).all()
+
+
 def test_the_passes_add_up_whatever_their_size(answering_llama, monkeypatch):
     model, reader = load_model(answering_llama, dtype="float32"), Reader(load_tokenizer(answering_llama), 32)
     found = []
@@ -158,6 +193,20 @@ def test_a_thought_is_true_word_by_word():
     whole, words = true_thoughts(said, true)
     assert whole == 0.25
     assert words == pytest.approx((1 + 0.75 + 1 + 0) / 4)
+
+
+def test_a_word_too_many_makes_no_other_word_false():
+    true = "<think>LEFT out, DOWN 10: ice, UP out.</think>"
+    said = "<think>LEFT 0f: ice, DOWN 10: ice, UP out.</think>"
+    assert true_thoughts([said], [true]) == (0.0, pytest.approx(6 / 7))
+
+
+def test_who_calls_everything_ice_has_seen_no_hole():
+    true = ["<think>LEFT 00: ice, DOWN 10: hole. (11: hole, goal)</think>"]
+    said = ["<think>LEFT 00: ice, DOWN 10: ice. (11: hole, goal)</think>"]
+    assert words_said(true, true, {"hole", "goal"}) == 1.0
+    assert words_said(said, true, {"hole", "goal"}) == pytest.approx(2 / 3)
+    assert words_said(said, true, {"tree"}) == 1.0
 
 
 OTHERWISE = {

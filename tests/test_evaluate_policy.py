@@ -12,6 +12,7 @@ from tiny_models import build_tiny_model
 
 import evaluate_policy
 from evaluate_policy import EvaluationArguments, main, model_answers
+from llm_policy.chat import Reader
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
 from llm_policy.environments.policy_table import constant_policy
 from llm_policy.errors import InputError, run_script
@@ -68,6 +69,24 @@ def test_each_run_is_read_as_it_was_trained(tmp_path, monkeypatch):
     ):
         main(["--policies", *runs, *arguments])
     assert main(["--policies", *runs, *arguments, "--map", "4x4"]) == 0
+
+
+def test_thoughts_of_a_run_are_judged_by_its_own_words(tmp_path, monkeypatch, capsys):
+    """All thoughts are true; the judge that draws the table knows nothing of what the run was taught to think."""
+    build_tiny_model(tmp_path / "run")
+    settings = {"maps": ["SF|HG"], "is_slippery": False, "observation": "cells", "thought": "neighbours"}
+    (tmp_path / "run/run.json").write_text(json.dumps(settings | {"dtype": "float32"}))
+    monkeypatch.setattr(Reader, "completions", lambda _self, _model, _prompts, _samples, guesses: list(guesses))
+    arguments = ["--policies", str(tmp_path / "run"), "random", "--samples_per_state", "0"]
+    assert main([*arguments, "--output_dir", str(tmp_path / "out")]) == 0
+    told = "greedy: 100.0% of thoughts are true, 100.0% of their words, 100.0% of holes and goals."
+    assert told in " ".join(capsys.readouterr().out.split())
+    assert (tmp_path / "out/thoughts.png").exists()
+    written = json.loads((tmp_path / "out/evaluation.json").read_text())["thoughts"]
+    assert written[f"{tmp_path / 'run'}, greedy"]["true_thoughts"] == 1.0
+    # Without a model that thinks, no picture of an earlier judgement stays
+    assert main(["--policies", "random", "--output_dir", str(tmp_path / "out")]) == 0
+    assert not (tmp_path / "out/thoughts.png").exists()
 
 
 # The command -----------------------------------------------------------------------------------------------------

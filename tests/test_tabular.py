@@ -9,6 +9,7 @@ from trl import GRPOConfig
 
 import tasks.frozen_lake
 from llm_policy.chat import Reader
+from llm_policy.completions import parse_completion
 from llm_policy.environments.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
 from llm_policy.environments.mdp import AGREEMENT_GAMMA, optimal_actions, optimal_q
@@ -18,7 +19,7 @@ from llm_policy.environments.toy_text import CliffWalking, Taxi
 from llm_policy.errors import InputError
 from llm_policy.run_files import ROOT
 from tasks.frozen_lake import exchanged, lake_words
-from tasks.tabular import MAPS_JUDGED, TableJudge, balancing_weights, exact_expert, held_out
+from tasks.tabular import MAPS_JUDGED, TableJudge, balancing_weights, exact_expert, held_out, logging_truth
 
 CSV = ROOT / "expert_demos_batched_avg_q.csv"
 
@@ -83,9 +84,12 @@ def test_what_the_answer_follows(followed, monkeypatch):
     judge = TableJudge([FrozenLake(CANONICAL_GRIDS["4x4"], False)], words, Reader(None), {})
     (lake,) = judge.environments
     states = [state for state in lake.acting_states if exchanged(lake, state)]
+    true = [words.reply(lake, state, 0) for state in states]
 
     def behind(_reader, _model, prompts, replies, actions):
         rows = []
+        if replies == true:
+            return np.array([best_actions(lake)[state] for state in states], dtype=float)
         for state, prompt, reply in zip(states, prompts, replies, strict=True):
             other = exchanged(lake, state)
             assert prompt == words.messages(lake, state)
@@ -97,18 +101,41 @@ def test_what_the_answer_follows(followed, monkeypatch):
     monkeypatch.setattr("tasks.tabular.answers_behind", behind)
     found = judge.follows(None)
     assert found.pop("states") == len(states) >= 5
+    assert found.pop("changed") == float(followed != "prompt")
     assert found == {name: float(name == followed) for name in ("thought", "prompt", "neither")}
+
+
+def test_a_policy_that_reads_no_thought_changes_no_answer(monkeypatch):
+    """Always UP is best on the thought's map in some states: what it follows says nothing without `changed`."""
+    judge = TableJudge([FrozenLake(CANONICAL_GRIDS["4x4"], False)], lake_words("cells", "ways"), Reader(None), {})
+    monkeypatch.setattr("tasks.tabular.answers_behind", lambda _r, _m, prompts, *_: np.eye(4)[[3] * len(prompts)])
+    found = judge.follows(None)
+    assert found["thought"] > 0
+    assert found["changed"] == 0
+    monkeypatch.setattr("tasks.tabular.MOST_EXCHANGED", 3)
+    assert judge.follows(None)["states"] == 3
+
+
+def test_training_logs_how_true_sampled_thoughts_are():
+    logged = {}
+    true = ["<think>LEFT out.</think>", "<think>LEFT 00: ice.</think>"]
+    reward = logging_truth(lambda completions, **_: [1.0] * len(completions), true.__getitem__)
+    completions = [[{"role": "assistant", "content": text}] for text in (true[1], true[0], true[1], "?")]
+    assert reward(completions, row=[1, 0, 0, 0], log_metric=logged.__setitem__) == [1.0] * 4
+    assert logged == {"sampled/true_thoughts": 0.5, "sampled/true_words": pytest.approx((1 + 1 + 0.5 + 0) / 4)}
+    assert reward(completions, row=[1, 0, 0, 0]) == [1.0] * 4
 
 
 def test_false_thoughts_stand_below_the_table_and_in_the_file(tmp_path):
     lake = FrozenLake(CANONICAL_GRIDS["4x4"], False)
     judge = TableJudge([lake], lake_words("cells", "neighbours"), Reader(None), {"thought": "neighbours"}, episodes=1)
-    followed = {"thought": 0.75, "prompt": 0.25, "neither": 0.0, "states": 8}
+    followed = {"thought": 0.75, "prompt": 0.25, "neither": 0.0, "changed": 0.875, "states": 8}
     told = {"true_thoughts": 0.5, "true_words": 0.9, "behind_false_thoughts": followed}
     answers = judge.baseline_answers("random") | {"format_validity": 1.0} | told
     compared = judge.compare({"trained, greedy": answers, "random": judge.baseline_answers("random")})
-    line = "follows the thought in 75% of 8 states, the map in 25%, neither in 0%."
-    assert line in " ".join(compared.text.split())
+    printed = " ".join(compared.text.split())
+    assert "changes in 88% of 8 states. It is best on the thought's map in 75%, on the prompt's in 25%" in printed
+    assert "50.0% of thoughts are true, 90.0% of their words." in printed
     compared.save(tmp_path)
     written = json.loads((tmp_path / "evaluation.json").read_text())
     assert written["thoughts"] == {"trained, greedy": told, "random": {}}
@@ -125,7 +152,7 @@ def test_thoughts_are_drawn_below_their_maps(tmp_path, monkeypatch):
     monkeypatch.setattr(Reader, "completions", completions)
     monkeypatch.setattr(TableJudge, "follows", lambda *_: {"states": 0})
     answers = judge.answers(None)
-    assert [number for number, _ in answers["shown"]] == [1, 5, 9, 12, 16, 20]  # of 11 states of each lake
+    assert [number for number, *_ in answers["shown"]] == [1, 5, 9, 12, 16, 20]  # of 11 states of each lake
     written = []
     monkeypatch.setattr("tasks.tabular.thoughts_figure", lambda *a: written.append(a) or thoughts_figure(*a))
     judge.compare({"trained, greedy": json.loads(json.dumps(answers))}).save(tmp_path)
@@ -133,15 +160,18 @@ def test_thoughts_are_drawn_below_their_maps(tmp_path, monkeypatch):
     ((shown, title),) = written
     assert title.startswith("trained, greedy: 27.3% of 22 thoughts are true")
     fifth = shown[1]
-    assert (fifth.environment, fifth.state) == (lakes[0], lakes[0].acting_states[5])
-    assert fifth.thought == fifth.true_thought.replace("hole", "ice")
+    state = lakes[0].acting_states[5]
+    assert (fifth.environment, fifth.state) == (lakes[0], state)
+    true = parse_completion(lake_words("cells", "neighbours").reply(lakes[0], state, 0)).thought.split()
+    assert [word for word, _ in fifth.words] == [word.replace("hole", "ice") for word in true]
+    assert [is_true for _, is_true in fifth.words] == [not word.startswith("hole") for word in true]
     assert fifth.action_A.tolist() == [1, 0, 0, 0]
 
 
-def test_words_of_a_thought_that_are_not_true():
-    lines = _lines_of_words("LEFT ice. UP ice.", "LEFT ice. UP hole. RIGHT out.", 9)
-    assert lines == [[("LEFT", True), ("ice.", True)], [("UP", True), ("ice.", False)]]
-    assert _lines_of_words("", "LEFT ice.", 20) == [[("(no thought)", False)]]
+def test_a_thought_is_broken_into_lines():
+    words = [("LEFT", True), ("ice.", True), ("UP", True), ("ice.", False)]
+    assert _lines_of_words(words, 9) == [words[:2], words[2:]]
+    assert _lines_of_words([], 20) == [[("(no thought)", False)]]
 
 
 def test_a_thought_without_the_map_has_no_false_word():

@@ -74,7 +74,8 @@ def test_greedy_completions_become_a_one_hot_table():
 def test_the_exact_answers_of_samples_become_their_mean(monkeypatch):
     # Per state: LEFT, LEFT, UP, unreadable (a uniformly random action); tests/test_answers.py has where they come from
     rows_GA = np.array([[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0.25] * 4])
-    monkeypatch.setattr(tabular, "answer_probabilities", lambda *_: (np.tile(rows_GA, (11, 1, 1)), 0.75))
+    found = np.zeros((11, 4)), np.tile(rows_GA, (11, 1, 1)), 0.75
+    monkeypatch.setattr(tabular, "sampled_answers", lambda *_: found)
     answers = judge_of().answers(None, samples=4)
     assert json.loads(json.dumps(answers)) == answers, "fit for a file"
     policy_SA = np.array(answers["policies"][0])

@@ -308,7 +308,7 @@ def test_warm_start_auto_leaves_out_what_is_not_needed(answering_llama, tmp_path
     out = tmp_path / "out"
     arguments = small_run(answering_llama, out, "--max_steps", 1, "--warm_start", "auto")
     assert main([*arguments, "--warm_start_threshold", "0.5"]) == 0
-    assert "of sampled completions are well-formed (50% needed)" in capsys.readouterr().out
+    assert "of sampled completions are as taught (50% needed)" in capsys.readouterr().out
     assert not (out / "warm_start").exists()
     assert "warm start 0 steps" in (out / "result.txt").read_text()
 

@@ -7,12 +7,13 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from tiny_policies import adapter_weights, add_random_adapter, random_policy, tokenizer_of
+from trl import ModelConfig
 
 from llm_policy.chat import Reader
 from llm_policy.completions import action_index, parse_completion, tagged
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
 from llm_policy.errors import InputError
-from llm_policy.grpo import warm_start
+from llm_policy.grpo import lifecycle, warm_start
 from llm_policy.grpo.arguments import ScriptArguments
 from llm_policy.grpo.warm_start import sampled_format_validity, teach_format
 from prompts import format_example, policy_messages
@@ -224,7 +225,7 @@ def test_auto_teaches_what_is_not_well_formed_often_enough(validity, steps, tmp_
     monkeypatch.setattr(warm_start, "sampled_format_validity", lambda *_: validity)
     _, report = started(tmp_path / "warm_start", warm_start="auto", warm_start_threshold=0.9)
     assert (report["steps"], report["format_validity"]) == (steps, validity)
-    assert f"{validity:.0%} of sampled completions are well-formed (90% needed)" in capsys.readouterr().out
+    assert f"{validity:.0%} of sampled completions are as taught (90% needed)" in capsys.readouterr().out
     assert (tmp_path / "warm_start").exists() == (steps > 0)
 
 
@@ -268,3 +269,26 @@ def test_a_shared_one_is_made_by_one_run_at_a_time(tmp_path):
 def test_checkpoints_without_the_warm_start_that_they_stand_on(tmp_path):
     with pytest.raises(InputError, match="warm_start: is gone, and the checkpoints stand on it; choose another"):
         started(tmp_path / "warm_start", warm_start="always", has_begun=True)
+
+
+def test_another_lesson_in_the_middle_makes_another_warm_start():
+    """Runs that hold out other maps may have as many lessons, and the same first one."""
+    lessons = [([{"role": "user", "content": str(i)}], ["x"]) for i in range(1000)]
+    other = [*lessons[:500], ([{"role": "user", "content": "other"}], ["x"]), *lessons[500:-1]]
+    found = [lifecycle.warm_start_checksum(ScriptArguments(), ModelConfig(), "m", those) for those in (lessons, other)]
+    assert found[0] != found[1]
+    assert found[0] == lifecycle.warm_start_checksum(ScriptArguments(), ModelConfig(), "m", list(lessons))
+
+
+def test_the_check_asks_lessons_from_the_first_to_the_last():
+    asked = []
+
+    class Noting(Reader):
+        def completions(self, _model, prompts, samples=0, guesses=None):
+            asked.extend(prompts)
+            return list(guesses) * samples
+
+    lessons = [(str(i), ["x"]) for i in range(53)]
+    assert warm_start.sampled_format_validity(None, Noting(None), lessons, lambda *_: True) == 1.0
+    assert len(asked) == warm_start.SAMPLED_PROMPTS
+    assert [asked[0], asked[-1]] == ["0", "51"]

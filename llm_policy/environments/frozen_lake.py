@@ -9,7 +9,7 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -228,6 +228,7 @@ def shortest_path_policy(grid: Grid) -> np.ndarray:
     return np.eye(len(ACTIONS))[goal_distances(grid)[next_states_SA].argmin(axis=1)]
 
 
+@lru_cache(maxsize=64)
 def goal_distances(grid: Grid) -> np.ndarray:
     """Steps to the nearest goal around the holes, as if the ice were not slippery, (S,); inf where there is no way."""
     next_states_SA = lake_mdp(grid, is_slippery=False).next_states_SAK[:, :, 0]

@@ -75,24 +75,23 @@ def policy_figure(panels: Sequence[Panel]) -> Figure:
 
 @dataclass(frozen=True)
 class ShownThought:
-    """What a policy thought in one state, what would have been true, and the probabilities (A,) of its answer."""
+    """What a policy thought in one state, word by word and whether it is true, and its answer's probabilities (A,)."""
 
     environment: TableEnvironment
     state: int
     action_A: np.ndarray
     optimal_A: np.ndarray
-    thought: str
-    true_thought: str
+    words: Sequence[tuple[str, bool]]
 
 
 def thoughts_figure(shown: Sequence[ShownThought], title: str) -> Figure:
     """A map per thought, with the agent's cell framed and its answer as an arrow; below it the thought.
 
-    Words that are not true are red, each compared with the word in its place.
+    Words that are not true are red.
     """
     columns = min(THOUGHTS_PER_ROW, len(shown))
     letters_per_line = int(72 * (THOUGHT_SIDE - 2 * MARGIN_INCHES) / (LETTER_WIDTH * THOUGHT_POINTS))
-    texts = [_lines_of_words(one.thought, one.true_thought, letters_per_line) for one in shown]
+    texts = [_lines_of_words(one.words, letters_per_line) for one in shown]
     text_inches = LINE_INCHES * (0.5 + max(len(lines) for lines in texts))
     row_inches = THOUGHT_SIDE + text_inches
     rows = -(-len(shown) // columns)
@@ -118,10 +117,8 @@ def thoughts_figure(shown: Sequence[ShownThought], title: str) -> Figure:
     return figure
 
 
-def _lines_of_words(thought: str, true_thought: str, letters: int) -> list[list[tuple[str, bool]]]:
-    """Lines of (word, whether it is the one of the true thought in this place), none longer than so many letters."""
-    true_words = true_thought.split()
-    words = [(word, true_words[i : i + 1] == [word]) for i, word in enumerate(thought.split())]
+def _lines_of_words(words: Sequence[tuple[str, bool]], letters: int) -> list[list[tuple[str, bool]]]:
+    """The words in lines that are no longer than so many letters."""
     lines: list[list[tuple[str, bool]]] = [[]]
     for word, is_true in words or [("(no thought)", False)]:
         if lines[-1] and sum(len(w) + 1 for w, _ in lines[-1]) + len(word) > letters:

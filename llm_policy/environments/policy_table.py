@@ -6,7 +6,7 @@ A policy table `policy_SA` has one row per state (also those in which no action 
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -75,7 +75,7 @@ def _references(environment: TableEnvironment, horizon_steps: int) -> _Reference
     mdp, states = environment.mdp, len(environment.mdp.terminal_S)
     random_SA = uniform_policy(states, len(environment.actions))
     return _References(
-        optimal_actions(optimal_q(mdp, AGREEMENT_GAMMA)),
+        best_actions(environment),
         float(optimal_return(environment.success_mdp)),
         float(optimal_return(environment.success_mdp, horizon_steps)),
         float(optimal_return(mdp, horizon_steps)),
@@ -83,9 +83,10 @@ def _references(environment: TableEnvironment, horizon_steps: int) -> _Reference
     )
 
 
+@lru_cache(maxsize=4096)
 def best_actions(environment: TableEnvironment) -> np.ndarray:
     """Which actions are optimal in which state: bool (S, A), under the discount `AGREEMENT_GAMMA`."""
-    return _references(environment, environment.horizon_steps).best_SA
+    return optimal_actions(optimal_q(environment.mdp, AGREEMENT_GAMMA))
 
 
 def score_policy(

@@ -9,7 +9,7 @@ Samples only say how the rest is spread: one malformed sample among the 8 of a s
 Axes: P prompts, G samples of each, A actions, N scored tokens, or scored thoughts, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -17,40 +17,44 @@ from transformers import PreTrainedModel
 
 from llm_policy import processes
 from llm_policy.chat import Messages, Reader
-from llm_policy.completions import action_index, parse_completion
+from llm_policy.completions import action_index, common_words, parse_completion
 from llm_policy.grpo.packing import attention_mask, behind_prefix, only_positions, pack_groups
 
 ANSWER_TAG, END_TAG = "<answer>", "</answer>"
+PUNCTUATION = ".,;:!()"
 PROMPTS_PER_PASS = 16
 # |Difference| of log-probabilities, packed against plain, that rounding explains; a wrong mask gives over 0.3
 SAME = 0.1
 
 
-def answer_probabilities(
+def sampled_answers(
     reader: Reader,
     model: PreTrainedModel,
     prompts: Sequence[Messages],
     actions: Sequence[str],
     samples: int,
     guesses: Sequence[str] | None = None,
-) -> tuple[np.ndarray, float]:
+    is_fixed: bool = True,
+) -> tuple[np.ndarray, np.ndarray, float]:
     """Sample `samples` completions of each prompt, and behind the thought of each compute what it answers.
 
     Args:
-        guesses: a likely completion of each prompt. What its thought comes to is computed and not sampled.
+        guesses: a likely completion of each prompt.
+        is_fixed: the thoughts of the guesses are one sentence that hardly varies, and are computed, not sampled.
+            Thoughts that the model may word otherwise are sampled, and the guesses only make that quick.
 
     Returns:
-        Weights (P, G, A) of the actions, to be averaged over samples and then normalised (`mean_answers`): the exact
-        probabilities of the actions in the prompt's spelling behind each sampled thought, and, where a sample says
-        something else, what `answers_as_read` would make of it (another spelling is an action, too; what is none counts
-        as uniformly random, because an agent has to move somehow). Both together are an unbiased estimate. With
-        guesses: the exact probabilities of the guessed thought with each action, and for what they leave of 1 the
-        weights of the samples that say something else, or a uniformly random action where none does.
+        Exact probabilities (P, A) of the actions behind the guessed thought; 0 where thoughts are not fixed.
+        Per sample (P, G, A) what else is said: the exact probabilities of the actions in the prompt's spelling behind a
+        sampled thought, and, where a sample says something else, what `answers_as_read` would make of it (another
+        spelling is an action, too; what is none counts as uniformly random, because an agent has to move somehow).
+        Both together are an unbiased estimate. A row of nan is a sample that says nothing else.
         And the share of sampled completions that are well-formed and name an action.
+        `answer_weights` makes one of the first two.
     """
     texts = reader.completions(model, prompts, samples, guesses)
     thoughts = [_thought(text) for text in texts]
-    guessed = [_thought(guess) for guess in guesses or [""] * len(prompts)]
+    guessed = [_thought(guess) if is_fixed else None for guess in guesses or [""] * len(prompts)]
     # Thoughts of one prompt are mostly the same: each is scored once
     asked = [*enumerate(guessed), *((i // samples, thought) for i, thought in enumerate(thoughts))]
     asked = [(p, thought) for p, thought in dict.fromkeys(asked) if thought is not None]
@@ -68,12 +72,22 @@ def answer_probabilities(
             continue
         behind_A = nothing_A if thought is None or is_guessed else known[p, thought][1:]
         rest_PGA[p, g] = behind_A + (0.0 if names_action else _as_read(text, actions))
-    for rest_GA in rest_PGA:
+    return exact_PA, rest_PGA, _valid_share(texts, actions)
+
+
+def answer_weights(exact_PA: np.ndarray, rest_PGA: np.ndarray) -> np.ndarray:
+    """Weights (P, G, A) of the actions from `sampled_answers`, to be averaged and normalised (`mean_answers`).
+
+    What the guessed thought leaves of 1 has the weights of the samples that say something else. Where none does, a
+    uniformly random action is taken for it.
+    """
+    weights_PGA = rest_PGA.copy()
+    for rest_GA in weights_PGA:
         is_guessed_G = np.isnan(rest_GA[:, 0])
-        others_A = np.ones(len(actions)) if is_guessed_G.all() else rest_GA[~is_guessed_G].mean(0)
+        others_A = np.ones(rest_GA.shape[1]) if is_guessed_G.all() else rest_GA[~is_guessed_G].mean(0)
         rest_GA[is_guessed_G] = others_A / others_A.sum()
-    left_P = 1.0 - exact_PA.sum(1)
-    return exact_PA[:, None] + left_P[:, None, None] * rest_PGA, _valid_share(texts, actions)
+    left_P = (1.0 - exact_PA.sum(1)).clip(min=0.0)  # rounding may make it negative
+    return exact_PA[:, None] + left_P[:, None, None] * weights_PGA
 
 
 def answers_behind(
@@ -89,26 +103,44 @@ def answers_behind(
 
 
 def answers_as_read(texts: Sequence[str], actions: Sequence[str]) -> tuple[np.ndarray, float]:
-    """One completion of each prompt, in the form of `answer_probabilities`: (P, 1, A), one-hot or uniform."""
+    """One completion of each prompt, in the form of `answer_weights`: (P, 1, A), one-hot or uniform."""
     return np.array([_as_read(text, actions) for text in texts])[:, None], _valid_share(texts, actions)
 
 
 def true_thoughts(texts: Sequence[str], true: Sequence[str]) -> tuple[float, float]:
-    """Share of the completions whose thought is that of the true one, and share of its words, in [0, 1].
+    """Share of the completions whose thought is that of the true one, and share of its words that are there, in [0, 1].
 
     >>> true_thoughts(["<think>a hole left</think><answer>UP</answer>"], ["<think>a hole right</think>"])
     (0.0, 0.6666666666666666)
     """
-    pairs = [
-        (parse_completion(text).thought.split(), parse_completion(expected).thought.split())
-        for text, expected in zip(texts, true, strict=True)
-    ]
-    words = [sum(a == b for a, b in zip(said, expected, strict=False)) / len(expected) for said, expected in pairs]
-    return sum(said == expected for said, expected in pairs) / len(pairs), sum(words) / len(words)
+    pairs = [(_words(text), _words(expected)) for text, expected in zip(texts, true, strict=True)]
+    words = [len(common_words(said, wanted)) / max(1, len(wanted)) for said, wanted in pairs]
+    return sum(said == wanted for said, wanted in pairs) / len(pairs), sum(words) / len(words)
+
+
+def words_said(texts: Sequence[str], true: Sequence[str], which: Collection[str]) -> float:
+    """Of the words `which` in the true thoughts, the share that the completions have in the same place; 1 without any.
+
+    Who calls every cell of a map ice has most words right, and no hole.
+
+    >>> words_said(["<think>ice, ice, ice</think>"], ["<think>hole, ice, ice</think>"], {"hole"})
+    0.0
+    """
+    there = wanted = 0
+    for text, expected in zip(texts, true, strict=True):
+        words = _words(expected)
+        places = {i for i, word in enumerate(words) if word.strip(PUNCTUATION) in which}
+        wanted += len(places)
+        there += len(places & {place for _, place in common_words(_words(text), words)})
+    return there / wanted if wanted else 1.0
+
+
+def _words(text: str) -> list[str]:
+    return parse_completion(text).thought.split()
 
 
 def mean_answers(weights_PGA: np.ndarray) -> np.ndarray:
-    """Probabilities (P, A) from the weights of `answer_probabilities`; rows sum to 1."""
+    """Probabilities (P, A) from `answer_weights`; rows sum to 1."""
     weights_PA = weights_PGA.mean(axis=1)
     return weights_PA / weights_PA.sum(axis=1, keepdims=True)
 

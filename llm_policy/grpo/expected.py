@@ -146,17 +146,22 @@ class ExpectedObjective:
         return -total / len(rewards_BA), sums
 
     def form_loss(
-        self, log_probabilities: Sequence[torch.Tensor], exemplars: Sequence[NamedAction], groups: int
+        self,
+        log_probabilities: Sequence[torch.Tensor],
+        exemplars: Sequence[NamedAction],
+        groups: int,
+        device: torch.device | str = "cpu",
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The form's loss, a mean over the groups, and the sum over the exemplars of how often their form goes wrong.
 
         Args:
             log_probabilities: of all tokens of each exemplar.
             groups: of the batch, also those without an exemplar: it must not matter how batches are cut up.
+            device: of the loss, where no exemplar says it: processes with a GPU each add theirs up there.
         """
         pairs = zip(log_probabilities, exemplars, strict=True)
         pieces = [piece_T for log_p_T, n in pairs for piece_T in (log_p_T[: n.start], log_p_T[n.stop :])]
-        log_p_N = torch.cat(pieces or [torch.zeros(0)])
+        log_p_N = torch.cat(pieces or [torch.zeros(0, device=device)])
         failure_N = -torch.expm1(log_p_N.detach())
         is_unsure_N = failure_N > SURE
         log_odds = (log_p_N / failure_N.clamp(min=SURE))[is_unsure_N].sum()  # has their gradient, 1 / (1 - p) dlog p

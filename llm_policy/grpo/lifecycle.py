@@ -30,6 +30,7 @@ RESUME = "--resume_from_checkpoint auto"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 TAUGHT_WITH = ("warm_start_steps", "warm_start_prompts", "warm_start_learning_rate", "warm_start_threshold")
 LORA = ("lora_r", "lora_alpha", "lora_target_modules", "lora_dropout", "use_rslora")
+CHECKED_LESSONS = 256  # of all, spread evenly, say whether a warm start was made from the same
 WARM_START_FOLDER, GRPO_FOLDER = "warm_start", "grpo"  # the two adapters that are joined in the end
 
 
@@ -129,7 +130,9 @@ def warm_start_checksum(
 ) -> str:
     """What a warm start is made from, so that no run stands on another one's by mistake."""
     settings = {name: getattr(script, name) for name in TAUGHT_WITH} | {name: getattr(model, name) for name in LORA}
-    return checksum([model_checksum, settings, len(lessons), lessons[0] if lessons else None])
+    count = min(CHECKED_LESSONS, len(lessons))  # there may be a million, made when they are asked for
+    checked = [lessons[i * len(lessons) // count] for i in range(count)]
+    return checksum([model_checksum, settings, len(lessons), checked])
 
 
 def steps_per_batch(training: GRPOConfig) -> int:

@@ -328,7 +328,7 @@ class PolicyTrainer(GRPOTrainer):
                 if self.expected.form_coef:
                     own = [self._own_log_probabilities[n.completion] for n in exemplars]
                     groups = len(rewards_BA) // self.num_generations
-                    form_term, sums = self.expected.form_loss(own, exemplars, groups)
+                    form_term, sums = self.expected.form_loss(own, exemplars, groups, rewards_BA.device)
                     term = term + form_term
                     self._log_means(sums, len(exemplars))
                 loss = loss + term / (self.current_gradient_accumulation_steps if self.model.training else 1)

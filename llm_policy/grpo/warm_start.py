@@ -74,7 +74,7 @@ def warm_started(
     if script.warm_start == "auto":
         validity = sampled_format_validity(model, reader, lessons, is_reply)
         needed = script.warm_start_threshold
-        print(f"warm start: {validity:.0%} of sampled completions are well-formed ({needed:.0%} needed)", flush=True)
+        print(f"warm start: {validity:.0%} of sampled completions are as taught ({needed:.0%} needed)", flush=True)
         if validity >= needed:
             return model, {"steps": 0, "format_validity": validity}
     is_shared = script.warm_start_folder and processes.is_main()
@@ -130,7 +130,8 @@ def sampled_format_validity(model: PeftModel, reader: Reader, lessons: Sequence[
     Args:
         is_reply: whether a completion to a prompt is: well-formed, and its answer means something in this task.
     """
-    chosen = lessons[:: max(1, len(lessons) // SAMPLED_PROMPTS)][:SAMPLED_PROMPTS]
+    count = min(SAMPLED_PROMPTS, len(lessons))
+    chosen = [lessons[i * len(lessons) // count] for i in range(count)]
     prompts, guesses = [prompt for prompt, _ in chosen], [replies[0] for _, replies in chosen]
     samples = -(-SAMPLED_PROMPTS // len(chosen))
     texts = reader.completions(model, prompts, samples, guesses)
@@ -151,7 +152,7 @@ def teach_format(
     should_stop: Callable[[], bool] = lambda: False,
     unfinished: "Unfinished | None" = None,
 ) -> dict[str, float]:
-    """Fine-tune the adapter until `threshold` of sampled completions are well-formed, or for `max_steps`.
+    """Fine-tune the adapter until `threshold` of sampled completions are as taught, or for `max_steps`.
 
     Args:
         lessons: prompts to draw from, with the replies that each is taught.
@@ -200,7 +201,7 @@ def teach_format(
             optimizer.zero_grad()
             report.update(steps=step, loss=loss.item())
             progress.update()
-            progress.set_postfix(loss=f"{report['loss']:.3f}", well_formed=f"{report['format_validity']:.0%}")
+            progress.set_postfix(loss=f"{report['loss']:.3f}", as_taught=f"{report['format_validity']:.0%}")
             is_due = step % check_every == 0 or step == max_steps
             if (is_left := should_stop()) or is_due:
                 if is_due:
@@ -238,6 +239,7 @@ class Unfinished:
             "optimizer": optimizer.state_dict(),
             "order": generator.get_state(),
             "random": torch.get_rng_state(),
+            "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
             "report": report,
         }
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -266,6 +268,8 @@ class Unfinished:
         optimizer.load_state_dict(state["optimizer"])
         generator.set_state(state["order"])
         torch.set_rng_state(state["random"])
+        if torch.cuda.is_available() and len(state["random_cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["random_cuda"])
         report.update(state["report"])
         print(f"warm start: goes on after step {report['steps']}", flush=True)
 
