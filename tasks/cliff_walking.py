@@ -1,34 +1,79 @@
 """CliffWalking: along a cliff to the goal. The words, and the task that the exact expert teaches."""
 
+from dataclasses import dataclass, field
 from functools import partial
 
 from llm_policy.chat import Messages
 from llm_policy.environments.toy_text import CliffWalking
-from tasks.tabular import ComputedExpertArguments as Arguments
-from tasks.tabular import Words, single_environment_judge, single_environment_task
+from llm_policy.errors import check_choices
+from prompts import THOUGHTS, named_cells, named_position, position, thought_text
+from tasks.tabular import ComputedExpertArguments, Words, single_environment_judge, single_environment_task
 
 SYSTEM_PROMPT = (
     "Walk to the goal. S start, . ground, C cliff, G goal, A you. You always move as chosen; the edge of the map stops "
     "you. Each step costs 1. The cliff costs 100 and puts you back on the start. "
     "Reply <think>thought</think><answer>ACTION</answer>, ACTION is UP, RIGHT, DOWN or LEFT."
 )
+# To the lake's thoughts the map is a lake, with other words
+AS_LAKE, AS_CLIFF = str.maketrans({".": "F", "C": "H"}), {"hole": "cliff", "ice": "ground"}
 
 
-def messages(cliff: CliffWalking, state: int) -> Messages:
-    """The prompt of one state: where the agent stands, and the map with the agent as A."""
-    row, column = cliff.cell(state)
-    rows = cliff.state_text(state).replace("|", "\n")
-    user = f"You are at row {row}, column {column}.\n{rows}"
+# Parts of an observation: (environment, state) -> text ------------------------------------------------------------
+
+
+def place(cliff: CliffWalking, state: int) -> str:
+    return position(cliff.grid, state)
+
+
+def map_rows(cliff: CliffWalking, state: int) -> str:
+    return cliff.state_text(state).replace("|", "\n")
+
+
+def cell(cliff: CliffWalking, state: int) -> str:
+    return named_position(cliff.grid, state)
+
+
+def cells(cliff: CliffWalking, state: int) -> str:
+    return named_cells(cliff.grid, state)
+
+
+OBSERVATIONS = {"coordinates": (place, map_rows), "cells": (cell, cells)}
+
+
+@dataclass
+class Arguments(ComputedExpertArguments):
+    """Options of CliffWalking."""
+
+    observation: str = field(
+        default="coordinates", metadata={"help": f"What the model sees: {', '.join(OBSERVATIONS)} (each by its name)."}
+    )
+    thought: str = field(
+        default="place", metadata={"help": f"What the warm start teaches it to think: {', '.join(THOUGHTS)}."}
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self, {"observation": tuple(OBSERVATIONS), "thought": tuple(THOUGHTS)})
+        super().__post_init__()
+
+
+def messages(cliff: CliffWalking, state: int, observation: str = "coordinates") -> Messages:
+    """The prompt of one state: where the agent stands, and the map."""
+    user = "\n".join(part(cliff, state) for part in OBSERVATIONS[observation])
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": user}]
 
 
-def reply(cliff: CliffWalking, state: int, action: int) -> str:
-    """A well-formed reply for the warm start, whatever `action` is: it says where we are and takes it."""
-    row, column = cliff.cell(state)
-    return f"<think>I am at row {row}, column {column}.</think><answer>{cliff.actions[action]}</answer>"
+def reply(cliff: CliffWalking, state: int, action: int, thought: str = "place") -> str:
+    """A well-formed reply for the warm start, whatever `action` is: it says what is so and takes it."""
+    text = thought_text(tuple(row.translate(AS_LAKE) for row in cliff.grid), state, thought)
+    for of_lake, of_cliff in AS_CLIFF.items():
+        text = text.replace(of_lake, of_cliff)
+    return f"<think>{text}</think><answer>{cliff.actions[action]}</answer>"
 
 
-WORDS = Words(messages, reply)
-make_task = partial(single_environment_task, CliffWalking(), WORDS)
-make_judge = partial(single_environment_judge, CliffWalking(), WORDS)
-__all__ = ["Arguments", "make_judge", "make_task"]
+def words(observation: str = "coordinates", thought: str = "place") -> Words:
+    telling = frozenset({"cliff", "goal"}) if thought in ("neighbours", "ways") else frozenset()
+    return Words(partial(messages, observation=observation), partial(reply, thought=thought), telling=telling)
+
+
+make_task = partial(single_environment_task, CliffWalking(), words)
+make_judge = partial(single_environment_judge, CliffWalking(), words)

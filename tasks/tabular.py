@@ -5,6 +5,7 @@ Axes: P prompts (a state each), G samples, A actions, S states.
 A task of its own adds the words (`Words`) and its options; see frozen_lake.py and taxi.py.
 """
 
+import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ from llm_policy.environments.judge import (
     save_evaluation,
 )
 from llm_policy.environments.mdp import AGREEMENT_GAMMA, OPTIMAL_PERCENT, optimal_actions, optimal_q
-from llm_policy.environments.pictures import ShownThought, policy_figure, thoughts_figure
+from llm_policy.environments.pictures import ShownThought, policy_figure, states_drawn, thoughts_figure
 from llm_policy.environments.policy_table import best_actions, score_policy, uniform_policy
 from llm_policy.environments.table_environment import TableEnvironment
 from llm_policy.errors import InputError, check_choices, writing
@@ -150,8 +151,11 @@ class TableJudge:
                 found["telling_words"] = words_said(texts, guesses, self.words.telling)
             if self.words.exchanged:
                 found["behind_false_thoughts"] = self.follows(model)
-                count = min(THOUGHTS_SHOWN, len(pairs))
-                places = ((2 * np.arange(count) + 1) * len(pairs) // (2 * count)).tolist()
+            if "thought" in self.settings:
+                drawn = [states_drawn(environment) for environment in self.environments]
+                candidates = [i for i, (m, state) in enumerate(pairs) if state in drawn[m]]
+                count = min(THOUGHTS_SHOWN, len(candidates))
+                places = [candidates[(2 * i + 1) * len(candidates) // (2 * count)] for i in range(count)]
                 found["shown"] = [(i, texts[i], guesses[i]) for i in places]
         if samples >= PARTS:
             rests = np.array_split(rest_PGA, PARTS, axis=1)
@@ -281,9 +285,13 @@ class TableJudge:
         ]
         thoughts = [
             f"{name}: {answers['true_thoughts']:.1%} of thoughts are true, {answers['true_words']:.1%} of their words"
-            + (f", {answers['telling_words']:.1%} of holes and goals." if "telling_words" in answers else ".")
+            + (
+                f", {answers['telling_words']:.1%} of those that say what is rare on a map."
+                if "telling_words" in answers
+                else "."
+            )
             for name, answers in answers_of.items()
-            if "behind_false_thoughts" in answers
+            if "shown" in answers  # its thoughts look at something
         ]
         followed = [
             f"{name}: behind a thought of another map the answer changes in {found['changed']:.0%} of "
@@ -292,7 +300,7 @@ class TableJudge:
             for name, answers in answers_of.items()
             if (found := answers.get("behind_false_thoughts")) and found["states"]
         ]
-        if any("behind_false_thoughts" in answers for answers in answers_of.values()):
+        if any("shown" in answers for answers in answers_of.values()):
             kept = (*TRUTH, "behind_false_thoughts")
             about["thoughts"] = {
                 name: {key: answers[key] for key in kept if key in answers} for name, answers in answers_of.items()
@@ -436,34 +444,66 @@ def _key(prompt: Messages) -> str:
 
 @dataclass
 class ComputedExpertArguments(ExpertArguments):
-    """Options of an environment without maps: its exact expert need not be read from a file."""
+    """Options of an environment without maps: its exact expert need not be read from a file.
+
+    A task says what `observation` and `thought` can be.
+    """
 
     expert_csv: str = field(default="", metadata={"help": "The expert's Q-values. Default: exact ones, computed."})
+    observation: str = ""
+    thought: str = ""
 
 
 def single_environment_task(
-    environment: TableEnvironment, words: Words, arguments: ComputedExpertArguments, training: GRPOConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    environment: TableEnvironment, words_of: Callable[..., Words], arguments: ComputedExpertArguments,
+    training: GRPOConfig, tokenizer: PreTrainedTokenizerBase,
 ) -> Task:  # fmt: skip
-    """The task of an environment without maps: trained and judged on all its acting states."""
+    """The task of an environment without maps: trained and judged on all its acting states.
+
+    Args:
+        words_of: (observation, thought) -> the words, with a default for both.
+    """
     if arguments.expert_csv:
         expert = read_expert(arguments, type(environment))
     else:
         expert = exact_expert(environment)
         print(f"{environment}: exact Q-values of {len(expert)} states", flush=True)
     reader = Reader(tokenizer, training.max_completion_length)
-    judge = TableJudge([environment], words, reader, {}, arguments.episodes, training.seed)
-    return table_task(arguments, training, tokenizer, words, expert, judge)
+    words = words_of(arguments.observation, arguments.thought)
+    settings = chosen_words(words_of, arguments.observation, arguments.thought)
+    judge = TableJudge([environment], words, reader, settings, arguments.episodes, training.seed)
+    return table_task(arguments, training, tokenizer, words, expert, judge, thoughts_count="thought" in settings)
 
 
 def single_environment_judge(
-    environment: TableEnvironment, words: Words, settings: Mapping, reader: Reader, episodes: int, seed: int
-) -> TableJudge:
-    """The judge of an environment without maps. `settings` may have `horizon_steps`; `InputError` for a lake's."""
-    for option in ("map", "is_slippery", "observation", "thought"):
+    environment: TableEnvironment, words_of: Callable[..., Words], settings: Mapping, reader: Reader, episodes: int,
+    seed: int,
+) -> TableJudge:  # fmt: skip
+    """The judge of an environment without maps.
+
+    `settings` may have `horizon_steps`, `observation` and `thought`; `InputError` for what only a lake has, and for an
+    observation or a thought of another environment.
+    """
+    for option in ("map", "is_slippery"):
         if option in settings:
             raise InputError(f"--{option} {settings[option]}: is for lakes; {environment} has no such choice")
-    return TableJudge([environment], words, reader, {}, episodes, seed, settings.get("horizon_steps"))
+    default = {name: parameter.default for name, parameter in inspect.signature(words_of).parameters.items()}
+    chosen = {name: settings.get(name, value) for name, value in default.items()}
+    words = words_of(**chosen)
+    try:
+        words.messages(environment, environment.acting_states[0])
+        words.reply(environment, environment.acting_states[0], 0)
+    except KeyError as error:
+        raise InputError(f"--observation, --thought: {environment} has no {error.args[0]!r}") from error
+    own = chosen_words(words_of, **chosen)
+    return TableJudge([environment], words, reader, own, episodes, seed, settings.get("horizon_steps"))
+
+
+def chosen_words(words_of: Callable[..., Words], observation: str, thought: str) -> dict[str, str]:
+    """What run.json says of them: what is not the default, as runs from before there was a choice."""
+    chosen = {"observation": observation, "thought": thought}
+    default = inspect.signature(words_of).parameters
+    return {name: value for name, value in chosen.items() if value != default[name].default}
 
 
 def exact_expert(environment: TableEnvironment) -> pd.DataFrame:

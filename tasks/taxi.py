@@ -1,12 +1,14 @@
 """Taxi: fetch a passenger, bring them to their destination. The words, and the task that the exact expert teaches."""
 
-from functools import partial
+from collections import deque
+from dataclasses import dataclass, field
+from functools import cache, partial
 
 from llm_policy.chat import Messages
 from llm_policy.environments.frozen_lake import Cell
-from llm_policy.environments.toy_text import TAXI_SIZE, Taxi
-from tasks.tabular import ComputedExpertArguments as Arguments
-from tasks.tabular import Words, single_environment_judge, single_environment_task
+from llm_policy.environments.toy_text import TAXI_CELLS, TAXI_SIZE, Taxi
+from llm_policy.errors import check_choices
+from tasks.tabular import ComputedExpertArguments, Words, single_environment_judge, single_environment_task
 
 SYSTEM_PROMPT = (
     "Drive the taxi: fetch the passenger, bring them to the destination. Row 0 is north, column 0 west. Each step "
@@ -16,27 +18,113 @@ SYSTEM_PROMPT = (
 )
 
 
-def messages(taxi: Taxi, state: int) -> Messages:
-    """The prompt of one state: where taxi, passenger and destination are, and where a wall is beside the taxi."""
+# Parts of an observation: (environment, state) -> text ------------------------------------------------------------
+
+
+def places(taxi: Taxi, state: int) -> str:
+    """Where taxi, passenger and destination are, by rows and columns."""
     row, column, passenger, destination = taxi.parts(state)
     where = f"waits at {_place(taxi, passenger)}" if passenger in taxi.places else "is in the taxi"
-    sides = [
+    return (
+        f"The taxi is at row {row}, column {column}.\nThe passenger {where}.\n"
+        f"The destination is {_place(taxi, destination)}."
+    )
+
+
+def sides(taxi: Taxi, state: int) -> str:
+    """Where a wall is beside the taxi."""
+    row, column, *_ = taxi.parts(state)
+    open_or_wall = [
         f"{taxi.actions[action]}: {'free' if _is_open(taxi, (row, column), arrow) else 'wall'}"
         for action, arrow in taxi.arrows.items()
     ]
-    user = (
-        f"The taxi is at row {row}, column {column}.\nThe passenger {where}.\n"
-        f"The destination is {_place(taxi, destination)}.\n{', '.join(sides)}."
+    return f"{', '.join(open_or_wall)}."
+
+
+def letters(taxi: Taxi, state: int) -> str:
+    """Where taxi, passenger and destination are, by names that the map has."""
+    row, column, passenger, destination = taxi.parts(state)
+    where = f"waits at {passenger}" if passenger in taxi.places else "is in the taxi"
+    return f"The taxi is at {row}{column}.\nThe passenger {where}.\nThe destination is {destination}."
+
+
+def cells(taxi: Taxi, state: int) -> str:
+    """The room, every cell behind its name, walls as bars."""
+    letter_of = {cell: letter for letter, cell in taxi.places.items()}
+
+    def named(row: int, column: int) -> str:
+        return f"{row}{column}:{letter_of.get((row, column), '.')}{' |' * ((row, column) in taxi.walls)}"
+
+    return "\n".join(" ".join(named(row, column) for column in range(TAXI_SIZE)) for row in range(TAXI_SIZE))
+
+
+OBSERVATIONS = {"sides": (places, sides), "cells": (letters, cells)}
+
+
+# Thoughts: (environment, state) -> text; the same whatever is answered ----------------------------------------------
+
+
+def think_place(taxi: Taxi, state: int) -> str:
+    """Where all are."""
+    row, column, passenger, destination = taxi.parts(state)
+    where = f"at {passenger}" if passenger in taxi.places else "in the taxi"
+    return f"I am at row {row}, column {column}. The passenger is {where}, the destination is {destination}."
+
+
+def think_neighbours(taxi: Taxi, state: int) -> str:
+    """What lies around the taxi: each cell by its name, then what it is."""
+    row, column, *_ = taxi.parts(state)
+    letter_of = {cell: letter for letter, cell in taxi.places.items()}
+    parts = []
+    for action, (right, down) in taxi.arrows.items():
+        cell = row + down, column + right
+        what = f"{cell[0]}{cell[1]}: {letter_of.get(cell, 'free')}"
+        is_open = _is_open(taxi, (row, column), (right, down))
+        parts.append(f"{taxi.actions[action]} {what if is_open else 'wall' if cell in TAXI_CELLS else 'out'}")
+    return f"{', '.join(parts)}."
+
+
+def think_search(taxi: Taxi, state: int) -> str:
+    """Cells by their distance from where the taxi has to go next, up to the taxi's own."""
+    row, column, passenger, destination = taxi.parts(state)
+    goal = destination if passenger == taxi.in_taxi else passenger
+    distance_of = _distances(taxi, taxi.places[goal])
+    layers: dict[int, list[str]] = {}
+    for (y, x), distance in sorted(distance_of.items()):
+        if distance <= distance_of[row, column]:
+            layers.setdefault(distance, []).append(f"{y}{x}")
+    steps = [f"{distance}: {' '.join(layers[distance])}" for distance in sorted(layers)]
+    return f"To {goal}. {'. '.join(steps)}."
+
+
+THOUGHTS = {"place": think_place, "neighbours": think_neighbours, "search": think_search}
+
+
+@dataclass
+class Arguments(ComputedExpertArguments):
+    """Options of Taxi."""
+
+    observation: str = field(
+        default="sides", metadata={"help": f"What the model sees: {', '.join(OBSERVATIONS)} (each by its name)."}
     )
+    thought: str = field(
+        default="place", metadata={"help": f"What the warm start teaches it to think: {', '.join(THOUGHTS)}."}
+    )
+
+    def __post_init__(self) -> None:
+        check_choices(self, {"observation": tuple(OBSERVATIONS), "thought": tuple(THOUGHTS)})
+        super().__post_init__()
+
+
+def messages(taxi: Taxi, state: int, observation: str = "sides") -> Messages:
+    """The prompt of one state."""
+    user = "\n".join(part(taxi, state) for part in OBSERVATIONS[observation])
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": user}]
 
 
-def reply(taxi: Taxi, state: int, action: int) -> str:
-    """A well-formed reply for the warm start, whatever `action` is: it says where all are and takes it."""
-    row, column, passenger, destination = taxi.parts(state)
-    where = f"at {passenger}" if passenger in taxi.places else "in the taxi"
-    thought = f"I am at row {row}, column {column}. The passenger is {where}, the destination is {destination}."
-    return f"<think>{thought}</think><answer>{taxi.actions[action]}</answer>"
+def reply(taxi: Taxi, state: int, action: int, thought: str = "place") -> str:
+    """A well-formed reply for the warm start, whatever `action` is: it says what is so and takes it."""
+    return f"<think>{THOUGHTS[thought](taxi, state)}</think><answer>{taxi.actions[action]}</answer>"
 
 
 def _place(taxi: Taxi, letter: str) -> str:
@@ -51,7 +139,24 @@ def _is_open(taxi: Taxi, cell: Cell, arrow: Cell) -> bool:
     return is_inside and not (right and (row, column + min(right, 0)) in taxi.walls)
 
 
-WORDS = Words(messages, reply)
-make_task = partial(single_environment_task, Taxi(), WORDS)
-make_judge = partial(single_environment_judge, Taxi(), WORDS)
-__all__ = ["Arguments", "make_judge", "make_task"]
+@cache
+def _distances(taxi: Taxi, goal: Cell) -> dict[Cell, int]:
+    """Steps from each cell to `goal`, around the walls."""
+    distance_of, queue = {goal: 0}, deque([goal])
+    while queue:
+        row, column = cell = queue.popleft()
+        for right, down in taxi.arrows.values():
+            beside = row + down, column + right
+            if _is_open(taxi, cell, (right, down)) and beside not in distance_of:
+                distance_of[beside] = distance_of[cell] + 1
+                queue.append(beside)
+    return distance_of
+
+
+def words(observation: str = "sides", thought: str = "place") -> Words:
+    telling = frozenset({"wall", *"RGYB"}) if thought == "neighbours" else frozenset()
+    return Words(partial(messages, observation=observation), partial(reply, thought=thought), telling=telling)
+
+
+make_task = partial(single_environment_task, Taxi(), words)
+make_judge = partial(single_environment_judge, Taxi(), words)

@@ -4,7 +4,8 @@ import pytest
 
 from llm_policy.completions import action_index, parse_completion
 from llm_policy.environments.toy_text import CliffWalking
-from tasks.cliff_walking import SYSTEM_PROMPT, WORDS, messages, reply
+from llm_policy.errors import InputError
+from tasks.cliff_walking import OBSERVATIONS, SYSTEM_PROMPT, THOUGHTS, Arguments, make_judge, messages, reply, words
 
 CLIFF = CliffWalking()
 
@@ -18,24 +19,74 @@ def test_words_by_hand():
 
 
 def test_the_prompt_names_letters_costs_and_answer_form():
-    for words in ("S start", "C cliff", "G goal", "A you", "costs 1", "costs 100", "UP, RIGHT, DOWN or LEFT"):
-        assert words in SYSTEM_PROMPT
+    for told in ("S start", "C cliff", "G goal", "A you", "costs 1", "costs 100", "UP, RIGHT, DOWN or LEFT"):
+        assert told in SYSTEM_PROMPT
     assert "<think>thought</think><answer>ACTION</answer>" in SYSTEM_PROMPT
     assert all(name in SYSTEM_PROMPT for name in CLIFF.actions)
 
 
 def test_distinct_states_have_distinct_prompts():
-    prompts = {str(WORDS.messages(CLIFF, state)) for state in CLIFF.acting_states}
+    prompts = {str(words().messages(CLIFF, state)) for state in CLIFF.acting_states}
     assert len(prompts) == len(CLIFF.acting_states) == 37
 
 
 @pytest.mark.parametrize("action", range(4))
 def test_replies_are_well_formed_and_their_thought_names_no_action(action):
     for state in CLIFF.acting_states:
-        text = WORDS.reply(CLIFF, state, action)
+        text = words().reply(CLIFF, state, action)
         parsed = parse_completion(text)
         assert (parsed.is_well_formed, action_index(parsed.answer, CLIFF.actions)) == (True, action)
         thought = text.partition("</think>")[0]
         assert not any(name in thought.upper() for name in CLIFF.actions)
         # The same whatever the action is: no label can leak through it
-        assert thought == WORDS.reply(CLIFF, state, 0).partition("</think>")[0]
+        assert thought == words().reply(CLIFF, state, 0).partition("</think>")[0]
+
+
+THINKING = {
+    "neighbours": "LEFT 20: ground, DOWN 31: cliff, RIGHT 22: ground, UP 11: ground.",
+    "ways": "LEFT 20: ground (out, 30: ground, 10: ground) 2 on. DOWN 31: cliff. "
+    "RIGHT 22: ground (32: cliff, 23: ground, 12: ground) 2 on. "
+    "UP 11: ground (10: ground, 12: ground, 01: ground) 3 on.",
+}
+
+
+@pytest.mark.parametrize("thought", THINKING)
+def test_thoughts_by_hand(thought):
+    assert THOUGHTS is not None
+    assert parse_completion(reply(CLIFF, 25, 1, thought)).thought == THINKING[thought]
+
+
+def test_a_search_comes_from_the_goal_and_marks_what_lies_beside_the_cliff():
+    thought = parse_completion(reply(CLIFF, 35, 1, "search")).thought
+    assert thought == "0: 3b. 1: 2b."
+    assert parse_completion(reply(CLIFF, 34, 1, "search")).thought == "0: 3b. 1: 2b. 2: 1b 2a!."
+
+
+def test_cells_are_named():
+    assert messages(CLIFF, 25, "cells")[1]["content"].splitlines()[::3] == [
+        "You are at 21.",
+        "20:. 21:A 22:. 23:. 24:. 25:. 26:. 27:. 28:. 29:. 2a:. 2b:.",
+    ]
+
+
+@pytest.mark.parametrize("observation", OBSERVATIONS)
+@pytest.mark.parametrize("thought", THOUGHTS)
+def test_every_thought_is_the_same_whatever_is_answered(observation, thought):
+    own = words(observation, thought)
+    assert len({str(own.messages(CLIFF, state)) for state in CLIFF.acting_states}) == 37
+    for state in CLIFF.acting_states:
+        parsed = [parse_completion(own.reply(CLIFF, state, action)) for action in range(4)]
+        assert all(p.is_well_formed for p in parsed)
+        assert len({p.thought for p in parsed}) == 1
+        assert not {"hole", "ice"} & set(parsed[0].thought.replace(":", " ").replace(".", " ").split())
+
+
+def test_a_judge_knows_the_words_of_its_run():
+    judge = make_judge({"observation": "cells", "thought": "ways"}, None, 10, 0)
+    assert judge.settings == {"observation": "cells", "thought": "ways"}
+    assert "21:A" in judge.words.messages(CLIFF, 25)[1]["content"]
+    assert make_judge({}, None, 10, 0).settings == {}
+    with pytest.raises(InputError, match=r"--observation, --thought: CliffWalking-v1 has no 'sides'"):
+        make_judge({"observation": "sides"}, None, 10, 0)
+    with pytest.raises(InputError, match=r"--thought 'deep': expected one of place, neighbours, ways, search"):
+        Arguments(thought="deep")

@@ -79,7 +79,7 @@ def test_thoughts_of_a_run_are_judged_by_its_own_words(tmp_path, monkeypatch, ca
     monkeypatch.setattr(Reader, "completions", lambda _self, _model, _prompts, _samples, guesses: list(guesses))
     arguments = ["--policies", str(tmp_path / "run"), "random", "--samples_per_state", "0"]
     assert main([*arguments, "--output_dir", str(tmp_path / "out")]) == 0
-    told = "greedy: 100.0% of thoughts are true, 100.0% of their words, 100.0% of holes and goals."
+    told = "greedy: 100.0% of thoughts are true, 100.0% of their words, 100.0% of those that say what is rare on a map."
     assert told in " ".join(capsys.readouterr().out.split())
     assert (tmp_path / "out/thoughts.png").exists()
     written = json.loads((tmp_path / "out/evaluation.json").read_text())["thoughts"]

@@ -131,7 +131,7 @@ def test_false_thoughts_stand_below_the_table_and_in_the_file(tmp_path):
     judge = TableJudge([lake], lake_words("cells", "neighbours"), Reader(None), {"thought": "neighbours"}, episodes=1)
     followed = {"thought": 0.75, "prompt": 0.25, "neither": 0.0, "changed": 0.875, "states": 8}
     told = {"true_thoughts": 0.5, "true_words": 0.9, "behind_false_thoughts": followed}
-    answers = judge.baseline_answers("random") | {"format_validity": 1.0} | told
+    answers = judge.baseline_answers("random") | {"format_validity": 1.0, "shown": []} | told
     compared = judge.compare({"trained, greedy": answers, "random": judge.baseline_answers("random")})
     printed = " ".join(compared.text.split())
     assert "changes in 88% of 8 states. It is best on the thought's map in 75%, on the prompt's in 25%" in printed

@@ -2,11 +2,15 @@
 
 import re
 
+import numpy as np
 import pytest
 
+from llm_policy.chat import Reader
 from llm_policy.completions import action_index, parse_completion
+from llm_policy.environments.policy_table import best_actions
 from llm_policy.environments.toy_text import Taxi
-from tasks.taxi import SYSTEM_PROMPT, WORDS, messages, reply
+from llm_policy.errors import InputError
+from tasks.taxi import OBSERVATIONS, SYSTEM_PROMPT, THOUGHTS, Arguments, make_judge, messages, reply, words
 
 TAXI = Taxi()
 
@@ -30,8 +34,8 @@ def test_words_by_hand():
 
 
 def test_the_prompt_names_costs_directions_and_answer_form():
-    for words in ("Row 0 is north", "column 0 west", "costs 1", "10", "<think>thought</think><answer>ACTION</answer>"):
-        assert words in SYSTEM_PROMPT
+    for told in ("Row 0 is north", "column 0 west", "costs 1", "10", "<think>thought</think><answer>ACTION</answer>"):
+        assert told in SYSTEM_PROMPT
     assert all(name in SYSTEM_PROMPT for name in TAXI.actions)
 
 
@@ -46,17 +50,83 @@ def test_a_wall_is_said_where_the_taxi_cannot_go():
 
 
 def test_distinct_states_have_distinct_prompts():
-    prompts = {str(WORDS.messages(TAXI, state)) for state in TAXI.acting_states}
+    prompts = {str(words().messages(TAXI, state)) for state in TAXI.acting_states}
     assert len(prompts) == len(TAXI.acting_states) == 400
 
 
 @pytest.mark.parametrize("action", range(6))
 def test_replies_are_well_formed_and_their_thought_names_no_action(action):
     for state in TAXI.acting_states:
-        text = WORDS.reply(TAXI, state, action)
+        text = words().reply(TAXI, state, action)
         parsed = parse_completion(text)
         assert (parsed.is_well_formed, action_index(parsed.answer, TAXI.actions)) == (True, action)
         thought = text.partition("</think>")[0]
         assert not any(name in thought.upper() for name in TAXI.actions)
         # The same whatever the action is: no label can leak through it
-        assert thought == WORDS.reply(TAXI, state, 0).partition("</think>")[0]
+        assert thought == words().reply(TAXI, state, 0).partition("</think>")[0]
+
+
+def test_thoughts_by_hand():
+    """West of a wall with the passenger at R; and in the last row, with the passenger, bound for B."""
+    waiting, riding = TAXI.state(3, 0, "R", "B"), TAXI.state(4, 1, "in taxi", "B")
+
+    def thought(state, name):
+        return parse_completion(reply(TAXI, state, 0, name)).thought
+
+    assert thought(waiting, "neighbours") == "SOUTH 40: Y, NORTH 20: free, EAST wall, WEST out."
+    assert thought(waiting, "search") == "To R. 0: 00. 1: 01 10. 2: 11 20. 3: 21 30."
+    assert thought(riding, "search").startswith("To B. 0: 43. 1: 33 44. 2: 23 34. 3: 13 22 24.")
+    assert thought(riding, "search").endswith(" 41.")
+
+
+def test_the_room_by_its_cells():
+    assert messages(TAXI, TAXI.state(2, 3, "in taxi", "G"), "cells")[1]["content"].splitlines() == [
+        "The taxi is at 23.", "The passenger is in the taxi.", "The destination is G.",
+        "00:R 01:. | 02:. 03:. 04:G", "10:. 11:. | 12:. 13:. 14:.", "20:. 21:. 22:. 23:. 24:.",
+        "30:. | 31:. 32:. | 33:. 34:.", "40:Y | 41:. 42:. | 43:B 44:.",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("thought", THOUGHTS)
+def test_every_thought_is_the_same_whatever_is_answered(thought):
+    own = words("cells", thought)
+    assert len({str(own.messages(TAXI, state)) for state in TAXI.acting_states}) == 400
+    for state in TAXI.acting_states[::7]:
+        parsed = [parse_completion(own.reply(TAXI, state, action)) for action in range(6)]
+        assert all(p.is_well_formed for p in parsed)
+        assert len({p.thought for p in parsed}) == 1
+
+
+def test_a_step_along_the_search_is_the_best_one():
+    """A cell of the layer before is where an optimal policy goes, by Gymnasium's own table."""
+    best_SA = best_actions(TAXI)
+    for state in TAXI.acting_states:
+        layers = re.findall(r"\d+: ([\d ]+)", reply(TAXI, state, 0, "search"))
+        for action in np.flatnonzero(best_SA[state]):
+            if len(layers) > 1:
+                row, column, *_ = TAXI.parts(int(TAXI.mdp.next_states_SAK[state, action, 0]))
+                assert f"{row}{column}" in layers[-2].split()
+            else:
+                assert TAXI.actions[action] in ("PICKUP", "DROPOFF")
+
+
+def test_options_and_judge():
+    assert (Arguments().observation, Arguments().thought) == ("sides", "place")
+    with pytest.raises(InputError, match=r"--observation 'coordinates': expected one of sides, cells"):
+        Arguments(observation="coordinates")
+    with pytest.raises(InputError, match=r"--thought 'ways': expected one of place, neighbours, search"):
+        Arguments(thought="ways")
+    assert make_judge({"thought": "search"}, None, 10, 0).settings == {"thought": "search"}
+    with pytest.raises(InputError, match=r"Taxi-v4 has no 'ways'"):
+        make_judge({"thought": "ways"}, None, 10, 0)
+    assert set(OBSERVATIONS) == {"sides", "cells"}
+
+
+def test_thoughts_of_taxi_are_shown_where_a_picture_has_the_state(monkeypatch, tmp_path):
+    """Its pictures show half of the states."""
+    judge = make_judge({"observation": "cells", "thought": "search"}, Reader(None), 1, 0)
+    monkeypatch.setattr(Reader, "completions", lambda _self, _model, _prompts, _samples, guesses: list(guesses))
+    answers = judge.answers(None)
+    assert len(answers["shown"]) == 6
+    judge.compare({"trained, greedy": answers}).save(tmp_path)
+    assert (tmp_path / "thoughts.png").exists()

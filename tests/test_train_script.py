@@ -420,7 +420,7 @@ def test_the_last_configuration_counts():
 
 def test_a_configuration_can_name_the_task(places):
     options = read_options(["--config", str(places / "taxi.yaml")])
-    assert (options.script.task, type(options.task).__name__) == ("taxi", "ComputedExpertArguments")
+    assert (options.script.task, type(options.task).__name__) == ("taxi", "Arguments")
     flags = ["--task", "frozen_lake", "--observation", "grid"]
     assert read_options(["--config", str(places / "taxi.yaml"), *flags]).task.observation == "grid"
 

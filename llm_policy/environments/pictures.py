@@ -87,7 +87,7 @@ class ShownThought:
 def thoughts_figure(shown: Sequence[ShownThought], title: str) -> Figure:
     """A map per thought, with the agent's cell framed and its answer as an arrow; below it the thought.
 
-    Words that are not true are red.
+    Words that are not true are red. The states are such that a picture shows (`states_drawn`).
     """
     columns = min(THOUGHTS_PER_ROW, len(shown))
     letters_per_line = int(72 * (THOUGHT_SIDE - 2 * MARGIN_INCHES) / (LETTER_WIDTH * THOUGHT_POINTS))
@@ -115,6 +115,11 @@ def thoughts_figure(shown: Sequence[ShownThought], title: str) -> Figure:
     _add_title(figure, title, columns * THOUGHT_SIDE / 2, rows * row_inches + LEGEND_INCHES, TITLE_POINTS)
     _add_legend(figure, [one.environment for one in shown])
     return figure
+
+
+def states_drawn(environment: TableEnvironment) -> set[int]:
+    """The states that its pictures show: not all of Taxi's."""
+    return {state for drawing in environment.drawings() for state in drawing.state_of.values()}
 
 
 def _lines_of_words(words: Sequence[tuple[str, bool]], letters: int) -> list[list[tuple[str, bool]]]:
