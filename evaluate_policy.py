@@ -46,6 +46,10 @@ OWN_FILES = (EVALUATION_FILE, PICTURE_FILE, THOUGHTS_FILE, TABLE_FILE)
 SHARED = {"task": None, "maps": "frozen_lake", "is_slippery": "frozen_lake", "target": "drawing", "wanted": "drawing"}
 
 
+# What decides on which questions a run of riddles or PIQA is judged
+ASKED = ("dataset", "test_dataset", "test_share", "test_questions", "split_seed", "options", "by_letter", "held_out")
+
+
 @dataclass
 class EvaluationArguments:
     """What to judge, and where."""
@@ -113,7 +117,19 @@ def shared_settings(runs: dict[str, dict], arguments: EvaluationArguments) -> di
                 others = ", ".join(known)
                 remedy = "judge them one by one" + (f" or {remedy}" if remedy else "")
                 raise InputError(f"--policies {others}: these runs were judged on different {key}; {remedy}")
-    return shared
+    return shared | shared_questions(known, arguments)
+
+
+def shared_questions(known: dict[str, dict], arguments: EvaluationArguments) -> dict:
+    """What decides on which questions, with which options in which order, the runs among the policies are judged."""
+    runs = {name: settings for name, settings in known.items() if "held_out" in settings}
+    if arguments.test_dataset is None and len({settings["held_out"] for settings in runs.values()}) > 1:
+        raise InputError(
+            f"--policies {', '.join(runs)}: these runs were judged on different questions; judge them one by one or "
+            "give --test_dataset"
+        )
+    first = next(iter(runs.values()), {})
+    return {key: first[key] for key in ASKED if key in first}
 
 
 def judge_of(arguments: EvaluationArguments, settings: dict, reader: Reader | None) -> Judge:

@@ -33,13 +33,13 @@ from llm_policy.number_format import begun_with, faster_format
 from llm_policy.plots import curves_figure
 from llm_policy.policy_search.answer_log import AnswerLog, read_log
 from llm_policy.policy_search.judge import (
-    PUBLISHED,
     SearchComparison,
     SearchJudge,
     ceiling_text,
     compare,
     comparison_table,
     number_text,
+    published_of,
     published_text,
     verdict_of,
 )
@@ -110,6 +110,8 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Arguments, str]:
     """Command line and YAML file -> the groups of arguments, and the file's path. One-line `InputError`s."""
     groups = ScriptArguments, ProposerSettings, SearchSettings
     (script, proposing, settings), config = parse_arguments(argv, groups, description=__doc__)
+    if script.description_file is not None and not settings.describe_environment:
+        raise InputError(f"--description_file {script.description_file}: needs --describe_environment true (ProPS+)")
     if script.output_dir is None:
         script.output_dir = f"runs/search/{script.env_id.replace('/', '-')}-{proposing.proposer}"
     if proposing.proposer == "local" and proposing.dtype == "auto":
@@ -188,7 +190,7 @@ def closing_lines(
     verdict = verdict_of(searched, compared.others)
     if cost["failed_iterations"] == cost["iterations"]:
         verdict = f"verdict: {searched.policy} gave no usable answer; its policy is the best of the warm-up"
-    return [*lines, *published_text(problem.environment.env_id), cost_text(cost), verdict]
+    return [*lines, *published_text(problem.environment), cost_text(cost), verdict]
 
 
 def save(folder: Path, text: str, evaluation: dict, compared: SearchComparison, title: str) -> None:
@@ -277,7 +279,7 @@ def run_search(folder: Path, arguments: Arguments, config: str) -> None:
         "policies": [row.as_dict() for row in compared.rows],
         "curves": {n: {"iteration": x, "value": y} for n, (x, y) in compared.curves.items()},
         "cost": cost,
-        "published": PUBLISHED.get(environment.env_id, {}),
+        "published": published_of(environment),
     }
     save(folder, text, evaluation, compared, title)
 

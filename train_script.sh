@@ -56,6 +56,10 @@ if [[ -x .venv/bin/python ]]; then python=.venv/bin/python; fi
 # and meet at a port of the first node.
 tasks="${SLURM_NTASKS:-${SLURM_JOB_NUM_NODES:-1}}"
 per_task="${SLURM_GPUS_ON_NODE:-1}"
+if [[ -n "${SLURM_GPUS_ON_NODE:-}" ]] && ((${SLURM_NTASKS_PER_NODE:-1} > 1)); then
+  echo "error: --ntasks-per-node $SLURM_NTASKS_PER_NODE: one task of a node starts a process for each GPU; leave it out" >&2
+  exit 2
+fi
 threads=$((${SLURM_CPUS_PER_TASK:-0} / per_task))
 if ((threads > 0)); then export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"; fi
 start=("$python")

@@ -157,21 +157,24 @@ step() { # NAME OPTIONS...
 all_parts() {
   part "device" 20 device
   part "embedded model" 60 embedded_model
-  part "step, seed's batch of 32 tokens" 45 step 4x4x32 --prompts 4 --group 4 --accumulation 4 --completion_tokens 32
-  if ! $rehearsal; then
-    part "step, seed's batch of 128 tokens" 45 \
-      step 4x4x128 --prompts 4 --group 4 --accumulation 4 --completion_tokens 128
-    part "step, group 16" 45 step 1x16x128 --prompts 1 --group 16 --accumulation 1 --completion_tokens 128
-  fi
-  part "step, group 16, taught" 60 step 1x16_taught --prompts 1 --group 16 --accumulation 1 --taught
-  for seed in "${seeds[@]}"; do part "lake, seed $seed" 60 lake "$seed"; done
+  # The limits add up to more than there is: what is asked for first comes first
+  part "step, seed's batch of 32 tokens" 120 step 4x4x32 --prompts 4 --group 4 --accumulation 4 --completion_tokens 32
   if $rehearsal; then
     gemma=data/models/SmolLM2-135M-Instruct
   else
     gemma="$work/gemma_shape"
-    part "Gemma-2B's shape" 40 gemma_shape "$gemma"
+    part "Gemma-2B's shape" 60 gemma_shape "$gemma"
   fi
   part "three steps of the real command" 120 interrupted_and_resumed "$gemma"
+  for seed in "${seeds[@]}"; do part "lake, seed $seed" 90 lake "$seed"; done
+  if ! $rehearsal; then
+    part "step, group 16" 90 step 1x16x128 --prompts 1 --group 16 --accumulation 1 --completion_tokens 128
+  fi
+  part "step, group 16, taught" 150 step 1x16_taught --prompts 1 --group 16 --accumulation 1 --taught
+  if ! $rehearsal; then
+    part "step, seed's batch of 128 tokens" 90 \
+      step 4x4x128 --prompts 4 --group 4 --accumulation 4 --completion_tokens 128
+  fi
   part "four bits" 60 in_four_bits "$gemma"
   part "two processes on one GPU" 60 two_processes
   part "vLLM" 60 with_vllm "$gemma"

@@ -3,7 +3,8 @@
     python benchmarks/profile_training.py                                   # about three minutes on two CPU cores
     python benchmarks/profile_training.py --output results/speed/profile/profile.json
 
-Each phase of a run is timed on its own. The step is split into sampling, training pass and rest, and its operations are
+The timed steps are plain GRPO's on random rewards, which compute nearly the same tokens as those of `make train`. Each
+phase of a run is timed on its own. The step is split into sampling, training pass and rest, and its operations are
 listed by their own time. The floor is the floating-point operations of matrix products and attention (torch's
 FlopCounterMode), divided by the rate that this machine reaches on one large bfloat16 product.
 """

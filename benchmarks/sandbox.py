@@ -3,7 +3,7 @@
     python benchmarks/sandbox.py                                                    # a few seconds
     python benchmarks/sandbox.py --output results/speed/sandbox/sandbox.json
 
-Random drawings of one to three calls, one worker, and an endless loop at the end, which must be cut off.
+Random drawings of one to four calls, one worker, and an endless loop at the end, which must be cut off.
 """
 
 import sys

@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from transformers import PreTrainedModel
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
+from llm_policy import processes
 from llm_policy.errors import InputError
 from llm_policy.models import load_model
 
@@ -23,6 +24,10 @@ UNJOINABLE = {
     "modules_to_save": "lora_modules_to_save",
     "target_parameters": "lora_target_parameters",
     "layers_to_transform": None,
+    "exclude_modules": None,  # the joined adapter would leave them out of the others, too
+    "trainable_token_indices": None,
+    "lora_bias": None,
+    "alora_invocation_tokens": None,
 }
 ADAPTER_ALONE = (True, False, "gaussian", "eva", "orthogonal")  # starts of LoRA that leave the model's weights alone
 QUANTIZATION = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")  # of TRL's ModelConfig
@@ -51,6 +56,7 @@ def model_to_train(model_config: ModelConfig, device: torch.device) -> tuple[Pre
         model_config.model_name_or_path,
         device=device,
         revision=model_config.model_revision,
+        answers=not processes.in_pieces(),
         **loading,
     )
     folders, revision = [], model_config.model_revision
@@ -107,6 +113,8 @@ def stood_on(model: PreTrainedModel, folder: Path) -> PreTrainedModel | PeftMode
 def check_joinable(folder: Path, config: PeftConfig) -> None:
     """`InputError` for an adapter that `joined` could not put together with another one."""
     odd = [name for name in UNJOINABLE if getattr(config, name, None)]
+    if (bias := getattr(config, "bias", "none")) != "none":
+        odd.append(f"bias {bias}")
     if (start := getattr(config, "init_lora_weights", True)) not in ADAPTER_ALONE:  # PiSSA and the like
         odd.append(f"init_lora_weights {start}")
     if not isinstance(config, LoraConfig) or odd or isinstance(config.target_modules, str):

@@ -146,6 +146,7 @@ class HindsightLearner:
             "weights": {name: p.detach().clone() for name, p in weights.items()},
             "optimizer": self.optimizer.state_dict(),
             "random": torch.get_rng_state(),
+            "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
             "seen": sorted(self.seen),
             "epoch": self.epoch,
             "best": self.best,
@@ -167,6 +168,8 @@ class HindsightLearner:
                 own[name].copy_(values)
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
+        if torch.cuda.is_available() and len(state["random_cuda"]) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(state["random_cuda"])
         self.seen, self.epoch, self.generations = set(state["seen"]), state["epoch"], state["generations"]
         self.best = state["best"]
         return state["seconds"]

@@ -83,6 +83,7 @@ def load_model(
     quantization_config: object | None = None,
     device: torch.device | None = None,
     revision: str = "main",
+    answers: bool = True,
 ) -> PreTrainedModel | PeftModel:
     """Load a causal language model.
 
@@ -92,6 +93,7 @@ def load_model(
         dtype: "auto" (as stored), "float32", "bfloat16" or "float16".
         attn_implementation, quantization_config, revision: as in transformers' `from_pretrained`.
         device: where the weights go; None: the CPU's memory.
+        answers: read some tokens with it, to see whether numbers come out. A large model on a CPU takes minutes.
 
     Raises `InputError` for a path that is not there, empty, damaged or no causal language model; a hub id that is
     unknown, gated or out of reach; an adapter without its base; a package that an option needs.
@@ -101,12 +103,13 @@ def load_model(
     source, options = locate(name_or_path, revision)
     if is_adapter(source):
         name, revision = base_of_adapter(source)
-        base = load_model(name, dtype, attn_implementation, quantization_config, device, revision)
+        base = load_model(name, dtype, attn_implementation, quantization_config, device, revision, answers)
         with input_errors(name_or_path, "adapter"):
             model = PeftModel.from_pretrained(base, source)
             check_adapter(model, Path(source))
         check_finite(model, name_or_path)
-        return checked_answers(_placed(model, device), name_or_path)
+        model = _placed(model, device)
+        return checked_answers(model, name_or_path) if answers else model
     if "gguf_file" in options:
         if quantization_config is not None:
             raise InputError(f"{name_or_path}: a GGUF file is quantised already; leave out the quantisation options")
@@ -152,7 +155,8 @@ def load_model(
         END_TOKENS.validate_python(model.generation_config.eos_token_id)
     if "gguf_file" in options:
         model.name_or_path = model.config._name_or_path = str(source)  # peft and trl look here for an adapter's base
-    return checked_answers(_placed(model, device), name_or_path)
+    model = _placed(model, device)
+    return checked_answers(model, name_or_path) if answers else model
 
 
 def _placed(model: Any, device: torch.device | None) -> Any:

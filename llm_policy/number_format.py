@@ -85,6 +85,9 @@ def cost_of(dtype: str, on_gpu: bool) -> str | None:
     return f"--dtype {dtype}: {slower}; --dtype auto takes {other}"
 
 
+NOT_SET = ("", "false", "no", "f", "n", "0")  # of an option that is true or false, as argparse reads it
+
+
 def number_format(argv: Sequence[str], default_config: Path | None, has_bf16: bool = True) -> tuple[list[str], str]:
     """What `--dtype auto` and a missing --bf16 come to, as further flags; and a line on what was chosen or costs time.
 
@@ -96,14 +99,14 @@ def number_format(argv: Sequence[str], default_config: Path | None, has_bf16: bo
     if asks_for_help(argv):
         return [], ""
     given = partial(read_option, argv, default="", default_config=default_config)
-    on_gpu = torch.cuda.is_available() and given("use_cpu").lower() != "true"
+    on_gpu = torch.cuda.is_available() and given("use_cpu").lower() in NOT_SET
     dtype, chosen, line = given("dtype"), [], None
     if dtype == "auto":
         begun = begun_with(Path(given("output_dir"))) if given("resume_from_checkpoint") else None
         dtype, line = (begun, f"number format: {begun}, as the run began") if begun else faster_format(on_gpu)
         chosen += ["--dtype", dtype]
     line = cost_of(dtype, on_gpu) or line
-    if has_bf16 and dtype and not given("bf16"):  # mixed precision follows the weights
+    if has_bf16 and dtype and not given("bf16") and given("fp16").lower() in NOT_SET:  # it follows the weights
         chosen += ["--bf16", str(dtype == "bfloat16").lower()]
     return chosen, line or ""
 

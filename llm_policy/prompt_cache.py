@@ -91,8 +91,10 @@ class PromptCache(Cache):
         is_fewer = len(kept_P) < len(self.visible_PL)
         if is_fewer:
             self.visible_PL, self.positions_PL = self.visible_PL[kept_P], self.positions_PL[kept_P]
+        # Asked once: on a GPU each question waits for all that is under way
+        goes_on = len(parents_C) == len(self.layers[0].keys) and bool((parents_C.diff() == 1).all())
         for layer in self.layers:
-            layer.select(parents_C, kept_P if is_fewer else None)
+            layer.select(parents_C, kept_P if is_fewer else None, goes_on)
         self._arrange()
 
     def _arrange(self) -> None:
@@ -146,12 +148,13 @@ class OwnLayer(DynamicLayer):
             roomy[:, :, :written] = own[:, :, :written]
         return roomy
 
-    def select(self, parents_C: torch.Tensor, kept_P: torch.Tensor | None) -> None:
+    def select(self, parents_C: torch.Tensor, kept_P: torch.Tensor | None, goes_on: bool) -> None:
+        """`goes_on`: every row goes on by itself."""
         if kept_P is not None:
             self.prompt_keys_PHLD = self.prompt_keys_PHLD[kept_P]
             self.prompt_values_PHLD = self.prompt_values_PHLD[kept_P]
-        if len(parents_C) == len(self.keys) and bool((parents_C.diff() == 1).all()):
-            return  # every row goes on by itself
+        if goes_on:
+            return
         self.keys, self.values = (
             self._with_room(own[parents_C, :, : self.length], own[:1].expand(len(parents_C), -1, -1, -1), self.length)
             for own in (self.keys, self.values)

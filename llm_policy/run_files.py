@@ -92,8 +92,8 @@ def only_process_in(output_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        (output_dir / ".lock").unlink(missing_ok=True)  # while it is held: who comes later makes another one
         lock.release()
-        (output_dir / ".lock").unlink(missing_ok=True)
         with suppress(OSError):  # not empty
             output_dir.rmdir()
 

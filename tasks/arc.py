@@ -164,8 +164,10 @@ class ArcJudge:
                 return super().apply_chat_template(fit_to_template(chat_history, tokenizer), add_generation_prompt)
 
         count = len(self.questions)
+        has_letters = any(len(question.options) == OPTIONS_OF_LETTER for question in self.questions)
+        regimes = {name: make for name, make in REGIMES.items() if name != "letter" or has_letters}
         print(
-            f"lm-eval asks {count} questions in {len(REGIMES)} regimes, with and without the system prompt", flush=True
+            f"lm-eval asks {count} questions in {len(regimes)} regimes, with and without the system prompt", flush=True
         )
         asked = ChatModel(pretrained=model, tokenizer=tokenizer, batch_size=ROWS_PER_BATCH)
         results = []
@@ -174,12 +176,12 @@ class ArcJudge:
             for prompt in PROMPTS:
                 found = simple_evaluate(
                     asked,
-                    tasks=[make(data) for make in REGIMES.values()],
+                    tasks=[make(data) for make in regimes.values()],
                     apply_chat_template=True,
                     system_instruction=None if prompt == "without" else self._system_prompt(),
                     bootstrap_iters=0,
                 )
-                for regime in REGIMES:
+                for regime in regimes:
                     results.append(self._result(regime, prompt, found["samples"][regime]))
         return {"results": results}
 
@@ -224,6 +226,7 @@ class ArcJudge:
             "standard_error": math.sqrt(accuracy * (1 - accuracy) / max(count - 1, 1)),
             "unreadable": 1 - sum(said.values()) / count,
             "letters": {letter: said[letter] for letter in sorted(said)},
+            "right": [question.is_right(letter) for question, letter in pairs],
         }
 
     def compare(self, answers_of: Mapping[str, Mapping]) -> Comparison:

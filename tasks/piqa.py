@@ -39,7 +39,8 @@ def physical_questions(arguments: QuestionArguments) -> tuple[list[Question], li
     if not arguments.test_dataset:
         return held_out(trained, arguments.test_share, seed)
     judged = read_questions(arguments.test_dataset, samples, physical_question, seed)
-    return [question for question in trained if question not in set(judged)], judged
+    known = {(question.text, frozenset(question.options)) for question in judged}  # whatever the order of the ways
+    return [question for question in trained if (question.text, frozenset(question.options)) not in known], judged
 
 
 WORDS = QuestionWords("Which way reaches the goal?", "I compare both ways.")

@@ -172,7 +172,8 @@ wait_for has_steps "$(folder_of "$limited" 0)" $((before + 1))
 scancel "$limited"
 wait_for has_ended "$limited"
 [[ $(state_of "$limited") == CANCELLED ]] || fail "scancel: $(state_of "$limited")"
-ls -d "$(folder_of "$limited" 0)"/checkpoint-*/COMPLETE >/dev/null || fail "scancel left no checkpoint"
+last=$(tail -n 1 "$(folder_of "$limited" 0)/metrics.jsonl" | grep -o '"step": [0-9]*' | cut -d ' ' -f 2)
+[[ -f "$(folder_of "$limited" 0)/checkpoint-$last/COMPLETE" ]] || fail "scancel left no checkpoint of step $last"
 echo "the time limit: checkpoint, requeue, on from step $before; scancel: checkpoint, no requeue, $SECONDS s"
 
 SECONDS=0

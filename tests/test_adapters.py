@@ -58,6 +58,12 @@ ODD_ADAPTERS = [
         LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa_niter_4"),
         "with init_lora_weights pissa_niter_4 cannot",
     ),
+    (
+        LoraConfig(target_modules=["q_proj"], exclude_modules=["layers.0.self_attn.q_proj"]),
+        "with exclude_modules cannot",
+    ),
+    (LoraConfig(target_modules=["q_proj"], bias="lora_only"), "with bias lora_only cannot"),
+    (LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1]), "with trainable_token_indices cannot"),
     (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "with PeftType.IA3 cannot"),
 ]
 

@@ -110,6 +110,11 @@ LATE = [
     ({"report_to": "all"}, {}, None),
     ({"chat_template_kwargs": {"messages": []}}, {}, "--chat_template_kwargs: would reach the trainer's prompts alone"),
     ({"torch_compile": True}, {}, "--torch_compile: would compile passes"),
+    ({"eval_on_start": True}, {}, "--eval_on_start: evaluation is this script's"),
+    ({"restore_callback_states_from_checkpoint": True}, {}, "--restore_callback_states_from_checkpoint: would make"),
+    ({"generation_kwargs": {"num_beams": 2}}, {}, "--generation_kwargs num_beams 2: sampling behind a shared prompt"),
+    ({"generation_kwargs": {"num_beams": 1}}, {}, None),
+    ({"max_completion_length": None}, {}, "--max_completion_length null: expected a whole number"),
     ({"torch_compile_mode": "xx"}, {}, "--torch_compile: would compile passes"),
     ({"dataloader_multiprocessing_context": "spawn"}, {}, "--dataloader_multiprocessing_context: is for workers"),
     ({}, {"lora_target_modules": ["[abc"]}, r"--lora_target_modules '\[abc': error: unterminated character set"),
@@ -141,6 +146,11 @@ BATCHES = [
     (
         {"gradient_accumulation_steps": 2, "steps_per_generation": 3},
         "--steps_per_generation 3: 1.5 optimiser steps on one batch of completions; expected a whole number",
+    ),
+    ({"gradient_accumulation_steps": 4, "steps_per_generation": 2, "save_steps": 1}, None),
+    (
+        {"gradient_accumulation_steps": 3, "steps_per_generation": 2},
+        "--steps_per_generation 2: 0.666667 optimiser steps on one batch of completions; expected a whole",
     ),
 ]
 

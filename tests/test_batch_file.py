@@ -112,6 +112,14 @@ def test_a_process_for_every_gpu_and_task(given, started, asked, tmp_path):
     assert ((tmp_path / "asked").read_text().strip() if asked else None) == asked
 
 
+def test_several_tasks_of_a_node_with_gpus_are_refused(tmp_path):
+    """Each would start a process for every GPU."""
+    job = batch_job(tmp_path, **SLURM, SLURM_GPUS_ON_NODE="4", SLURM_NTASKS_PER_NODE="4", SLURM_NTASKS="4")
+    printed, _ = job.communicate(timeout=20)
+    assert job.returncode == 2
+    assert printed.startswith("error: --ntasks-per-node 4: one task of a node starts a process for each GPU")
+
+
 @pytest.mark.parametrize("argument", ["--seed", "--seed=1", "--output_dir", "--output_dir=runs/x", "--output-dir"])
 def test_seed_and_folder_are_the_arrays(argument, tmp_path):
     job = batch_job(tmp_path, argument, "1", **SLURM)

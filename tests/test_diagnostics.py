@@ -10,7 +10,7 @@ import torch
 
 from llm_policy.grpo.diagnostics import COLLAPSE_STEPS, Judgement, MetricsFile, PolicyDiagnostics
 
-ARGUMENTS = SimpleNamespace(save_strategy="steps")
+ARGUMENTS = SimpleNamespace(logging_strategy="steps", save_strategy="steps")
 PARTLY_LEARNED = Judgement({}, "partly learned")
 
 
@@ -116,6 +116,7 @@ def test_evaluation_at_its_interval_and_after_the_last_step(capsys):
         metrics = trainer._metrics["train"]
         assert len(metrics["policy/optimal_states"]) == (step >= 3)  # the last one, no mean of several
         assert len(asked) == [0, 0, 1, 1, 1, 2, 3][step - 1]
+        assert getattr(control, "should_log", False) == (step in (3, 6, 7)), "under its own step, whatever the interval"
     assert set(asked) == {"the model"}
     figures = {name: values[-1] for name, values in metrics.items() if name.startswith("policy/")}
     assert figures == {"policy/optimal_states": 13.0, "policy/success_probability": 0.5}

@@ -11,6 +11,7 @@ from llm_policy.models import load_model, load_tokenizer
 from llm_policy.policy_search.answer_log import AnswerLog
 from llm_policy.policy_search.parameters import search_problem
 from llm_policy.policy_search.proposers import (
+    Answer,
     HillClimbingProposer,
     LocalProposer,
     RandomProposer,
@@ -113,8 +114,28 @@ def test_recorded_answers_give_the_same_run(tmp_path):
 def test_too_few_recorded_answers(tmp_path):
     search(LAKE, RandomProposer(LAKE.space, 0), SETTINGS, log=AnswerLog(tmp_path / "first"))
     longer = SearchSettings(iterations=4, episodes=2, warm_up=2)
-    with pytest.raises(InputError, match="holds no answer for iteration 4, attempt 0"):
+    with pytest.raises(
+        InputError, match="iteration 1, attempt 0 was asked otherwise; give the settings of the recorded"
+    ):
         search(LAKE, RecordedProposer(tmp_path / "first"), longer)
+    lines = [line for line in (tmp_path / "first").read_text().splitlines() if '"iteration": 3' not in line]
+    (tmp_path / "short").write_text("".join(f"{line}\n" for line in lines))
+    with pytest.raises(InputError, match="holds no answer for iteration 3, attempt 0"):
+        search(LAKE, RecordedProposer(tmp_path / "short"), SETTINGS)
+
+
+def test_a_replay_tells_that_an_answer_was_cut(tmp_path):
+    """What is wrong with an answer stands in the next prompt: without it the replay would ask otherwise."""
+
+    class Cut:
+        def propose(self, request):
+            return Answer("parameters: 1, 2", 9, 5, 0.1, is_cut=request.attempt == 0)
+
+    first, again = AnswerLog(tmp_path / "first"), AnswerLog(tmp_path / "again")
+    search(LAKE, Cut(), SETTINGS, log=first)
+    search(LAKE, RecordedProposer(tmp_path / "first"), SETTINGS, log=again)
+    assert "(the answer was cut after 5 tokens)" in (tmp_path / "first").read_text()
+    assert (tmp_path / "again").read_text() == (tmp_path / "first").read_text()
 
 
 def test_no_recorded_answers(tmp_path):

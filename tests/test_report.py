@@ -538,9 +538,9 @@ def test_questions_section(results):
     found = report.all_sections(lakes.training_results())["questions"]
     (line,) = found.splitlines()[2:]
     assert cells(line) == [
-        "[riddles](results/questions/riddles)", "4, 4", "25, 25", "0.0 (0 to 32; 0.0, 0.0)",
-        "25.0 (7 to 59; 25.0, 25.0)", "**62.5** (31 to 86; 75.0, 50.0)", "50.0 (22 to 78; 50.0, 50.0)",
-        "3, 0 (p 0.25)", "map 75%, sea 25%", "10, 10",
+        "[riddles](results/questions/riddles)", "4, 4", "25, 25", "0.0 (0.0 [0 to 49], 0.0 [0 to 49])",
+        "25.0 (25.0 [5 to 70], 25.0 [5 to 70])", "**62.5** (75.0 [30 to 95], 50.0 [15 to 85])",
+        "50.0 (50.0 [15 to 85], 50.0 [15 to 85])", "2, 0 (p 0.5); 1, 0 (p 1)", "map 75%, sea 25%", "10, 10",
         WHEN,
     ]  # fmt: skip
 

@@ -217,7 +217,7 @@ def _packed_scores(
     finally:
         plain.train(was_training)
     scores_N = logits_NV.float().log_softmax(-1).gather(1, packed.labels_N[:, None])[:, 0]
-    scores = iter(packed.split(scores_N)[0])
+    scores = iter(packed.split(scores_N.cpu())[0])  # not one by one from a GPU
     return np.array(
         [
             _thought_and_answers([next(scores) for _ in whole], [_shared(given, ids) for ids in whole])

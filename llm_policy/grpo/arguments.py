@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import ClassVar
@@ -35,6 +36,8 @@ REFUSED = {
     "cache_implementation": "is not passed on to the model here; leave it out",
     "enable_jit_checkpoint": "would take the signals; SIGTERM writes a checkpoint here anyway",
     "save_only_model": "leaves nothing to resume from; leave it out",
+    "restore_callback_states_from_checkpoint": "would make our callbacks anew; a resumed run restores them anyway",
+    "eval_on_start": "evaluation is this script's: the untrained model is judged anyway; leave it out",
     "remove_unused_columns": "would take away what the rewards need; leave it out",
     "chat_template_kwargs": "would reach the trainer's prompts alone, not the judge's; leave it out",
     "torch_compile": "would compile passes that are not made for it; leave it and its backend and mode out",
@@ -42,6 +45,7 @@ REFUSED = {
     "push_to_hub": "would upload GRPO's part of the adapter only; upload the run's folder in the end (hf upload)",
     "hub_token": "would stand in the run's files; set HF_TOKEN, or run `hf auth login`",
 }
+NOT_GENERATED = ("num_beams", "num_return_sequences", "stop_strings", "cache_implementation")
 # What may differ when the result of a finished run is asked for again, and when a run is resumed
 SHOWN_OTHERWISE = (
     "output_dir", "resume_from_checkpoint", "report_to", "check", "logging_steps", "log_completions", "disable_tqdm",
@@ -118,7 +122,13 @@ def check_arguments(script: ScriptArguments, training: GRPOConfig, model: ModelC
         if getattr(training, name):
             raise InputError(f"--{name}: {reason}")
     if training.use_vllm and not is_vllm_available():
-        raise InputError("--use_vllm true: needs the package vllm (pip install vllm), or leave it out")
+        raise InputError(
+            "--use_vllm true: needs vllm, 0.22 to 0.31, which brings its own PyTorch; install it in an environment of "
+            "its own, or leave the option out"
+        )
+    has_compiler = os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))
+    if script.check != "only" and training.device.type == "cuda" and not has_compiler:
+        raise InputError("no C compiler: Triton builds kernels with one; install gcc and Python's headers, or set CC")
     if (model.load_in_4bit or model.load_in_8bit) and find_spec("bitsandbytes") is None:
         bits = "4bit" if model.load_in_4bit else "8bit"
         raise InputError(
@@ -129,6 +139,13 @@ def check_arguments(script: ScriptArguments, training: GRPOConfig, model: ModelC
             f"{training.n_gpu} GPUs and one process: give each GPU its own (python -m llm_policy.launch "
             f"--nproc_per_node {training.n_gpu} train_script.py ...), or set CUDA_VISIBLE_DEVICES to one of them"
         )
+    for name in NOT_GENERATED:
+        if (asked := (training.generation_kwargs or {}).get(name)) not in (None, 1):
+            raise InputError(
+                f"--generation_kwargs {name} {asked}: sampling behind a shared prompt has no such option; leave it out"
+            )
+    if training.max_completion_length is None:
+        raise InputError("--max_completion_length null: expected a whole number")
     check_processes(training, script, model)
     if model.attn_implementation not in ATTENTION:
         raise InputError(
@@ -198,12 +215,13 @@ def _ask_libraries(training: GRPOConfig, model: ModelConfig) -> None:
 
 def _check_batches(training: GRPOConfig) -> None:
     """Completions are not saved, so that steps and checkpoints have to come out even with their batches."""
-    steps_per_batch = training.steps_per_generation * training.num_iterations / training.gradient_accumulation_steps
-    if steps_per_batch > 1 and steps_per_batch % 1:
+    passes, accumulated = training.steps_per_generation * training.num_iterations, training.gradient_accumulation_steps
+    steps_per_batch = passes / accumulated
+    if passes % accumulated and accumulated % passes:
         raise InputError(
             f"--steps_per_generation {training.steps_per_generation}: {steps_per_batch:g} optimiser steps on one batch "
-            "of completions; expected a whole number (steps_per_generation x num_iterations / "
-            "gradient_accumulation_steps)"
+            "of completions; expected a whole number, or one over a whole number (steps_per_generation x "
+            "num_iterations / gradient_accumulation_steps)"
         )
     if training.save_strategy == "steps" and training.save_steps % max(1, steps_per_batch):
         raise InputError(

@@ -128,6 +128,8 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         if self.has_stopped:
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"  # an evaluation that is interrupted begins from there
+        if (due or self.has_stopped or state.global_step == state.max_steps) and args.logging_strategy != "no":
+            control.should_log = True  # whatever --logging_steps: else the figures come under a later step, or never
 
     def on_log(self, args, state, control, **kwargs):
         self.counted = {}  # the trainer has emptied its lists
@@ -162,7 +164,9 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
             return True
         started = time.perf_counter()
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        with self.trainer.accelerator.autocast(), torch.random.fork_rng():
+        device = self.trainer.accelerator.device
+        devices = [torch.cuda.current_device()] if device.type == "cuda" else []  # of several, PyTorch would warn
+        with self.trainer.accelerator.autocast(), torch.random.fork_rng(devices):
             percent = self.sampled(model).metrics.get("percent_of_optimal")
         self.evaluation_seconds += time.perf_counter() - started
         if percent is None:

@@ -219,5 +219,6 @@ def save_joined(trained: PeftModel, folders: Sequence[Path], output_dir: Path, m
     """Save the adapters in `folders`, which were trained on top of each other, as one on the plain base model."""
     lora = trained.peft_config["default"]
     plain = loading_options(model_config) | {"quantization_config": None}  # joining looks at the adapters alone
-    base = load_model(lora.base_model_name_or_path, revision=lora.revision or "main", **plain)  # no warm start
+    name, revision = lora.base_model_name_or_path, lora.revision or "main"
+    base = load_model(name, revision=revision, answers=False, **plain)  # no warm start
     joined(base, folders).save_pretrained(output_dir)

@@ -40,7 +40,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import DynamicCache, PreTrainedModel
 
 from llm_policy.grpo.head import TokenLogProbabilities, finds_gradient_on_the_way
-from llm_policy.grpo.tree_attention import Sight, takes_blocks
+from llm_policy.grpo.tree_attention import FEWEST_PLACES, Sight, takes_blocks
 from llm_policy.prompt_cache import mask_by_layer
 from llm_policy.sampling import TokenIds, common_prefix
 
@@ -117,8 +117,8 @@ def pack_groups(
     paths: list[tuple[int, TokenIds, TokenIds]] = [(i, (), completion) for i, completion in enumerate(scored)]
     paths += [(b.completion, completions[b.completion][: b.start], b.token_ids) for b in branches]
     paths = [path for path in paths if path[2]]
-    trees = _Rows.grown([(tuple(prompts[i]), [*prompts[i][shared:], *kept], tokens) for i, kept, tokens in paths])
-    alone = _Rows.grown([((i, *prompts[i]), [prompts[i][-1], *kept], tokens) for i, kept, tokens in paths])
+    trees = _Rows.grown([(tuple(prompts[i]), prompts[i][shared:], kept, tokens) for i, kept, tokens in paths])
+    alone = _Rows.grown([((i, *prompts[i]), prompts[i][-1:], kept, tokens) for i, kept, tokens in paths])
     before = list(dict.fromkeys(tuple(prompts[i]) for i, _, _ in paths))  # prompts in order of arrival
     rests = [prompt[shared:-1] for prompt in before]
     places = max(map(len, rests))
@@ -132,7 +132,7 @@ def pack_groups(
     firsts_P1 = torch.full((len(tokens_PL), 1), shared, device=device)
     packed_prompts, is_real_PJ = None, None
     if not is_tree:
-        of_rests = _Rows.grown([(prompt, (), rest) for prompt, rest in zip(before, rests, strict=True)], whole=True)
+        of_rests = _Rows.grown([(prompt, (), (), rest) for prompt, rest in zip(before, rests, strict=True)], whole=True)
         rests_QJ, rest_depths_QJ, rest_numbers_QJ, rest_ends_QJ = of_rests.padded(pad_token_id, device)
         positions_QJ = rest_depths_QJ + shared
         sight = _behind(positions_K.expand(len(rests), -1), positions_QJ, rest_numbers_QJ, rest_ends_QJ)
@@ -206,17 +206,20 @@ class _Rows:
     scored: "list[tuple[_TokenTree, list[int]]]"
 
     @staticmethod
-    def grown(paths: Sequence[tuple[tuple[int, ...], TokenIds, TokenIds]], whole: bool = False) -> "_Rows":
-        """From paths of (key, tokens before the scored ones, scored tokens), each in the tree of its key.
+    def grown(paths: Sequence[tuple[tuple[int, ...], TokenIds, TokenIds, TokenIds]], whole: bool = False) -> "_Rows":
+        """From paths of (key, trunk of the key's tree, tokens before the scored ones, scored tokens).
 
         Args:
             whole: the last token of a path, which predicts none of it, has its place as well.
         """
         rows = _Rows({}, [])
-        for key, before, tokens in paths:
-            tree = rows.trees.setdefault(key, _TokenTree(len(rows.trees)))
+        for key, trunk, before, tokens in paths:
+            tree = rows.trees.get(key)
+            if tree is None:  # the trunk, a prompt of a thousand tokens maybe, is walked once
+                tree = rows.trees[key] = _TokenTree(len(rows.trees))
+                tree.trunk = tree.add(trunk)
             nodes = tree.add([*before, *(tokens if whole else tokens[:-1])])
-            rows.scored.append((tree, nodes[-len(tokens) :]))
+            rows.scored.append((tree, [*tree.trunk[-1:], *nodes][-len(tokens) :]))
         return rows
 
     @property
@@ -245,12 +248,13 @@ class _TokenTree:
         self.tokens: list[int] = []
         self.depths: list[int] = []
         self.followed: list[int] = []  # index of the token before; -1 at the beginning
+        self.trunk: list[int] = []  # indices of what all paths begin with
         self._index: dict[tuple[int, int], int] = {}  # (token before, token) -> index
 
     def add(self, tokens: Sequence[int]) -> list[int]:
-        """The indices of `tokens`, one after the other from the beginning; those not yet there are added."""
-        path, before = [], -1
-        for depth, token in enumerate(tokens):
+        """The indices of `tokens`, one after the other behind the trunk; those not yet there are added."""
+        path, before = [], self.trunk[-1] if self.trunk else -1
+        for depth, token in enumerate(tokens, len(self.trunk)):
             here = self._index.setdefault((before, token), len(self.tokens))
             if here == len(self.tokens):
                 self.tokens.append(token)
@@ -294,7 +298,7 @@ def attention_mask(model: PreTrainedModel, sight: Sight) -> Mask | dict[str, Mas
     config = model.config.get_text_config()
 
     def mask(window: int | None) -> Mask:
-        if takes_blocks(model):
+        if takes_blocks(model) and sight.numbers_PL.size(1) >= FEWEST_PLACES:
             return sight.blocks(window)
         visible = sight.visible(window)[:, None]
         if config._attn_implementation != "eager":

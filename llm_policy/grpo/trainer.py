@@ -28,12 +28,13 @@ from llm_policy.grpo.expected import (
     without_answers,
 )
 from llm_policy.grpo.packing import Branch, pack_groups, packed_log_probabilities, pairs_per_token
-from llm_policy.grpo.tree_attention import prefer_blocks
+from llm_policy.grpo.tree_attention import ATTENTION, prefer_blocks
 from llm_policy.sampling import sample_completions
 
 OBJECTIVES = (*TERMS, "grpo")
 # Mean |difference| of log-probabilities, packed against stock, that rounding explains; a wrong mask gives over 0.3.
 PACKED_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+LEAST_WEIGHT = 0.05  # of an unlikely token in that mean
 STD_EPSILON = 1e-4  # TRL's
 # TRL's private methods that `PolicyTrainer` overrides, with their parameters as of the pinned version. A version that
 # changes one fails tests/test_trainer.py, and not a run.
@@ -113,6 +114,11 @@ class PolicyTrainer(GRPOTrainer):
         if objective in SUPERVISED and guesses is None:
             raise InputError(f"--objective {objective}: this task has no replies to teach; use --objective grpo")
         super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
+        if objective != "grpo" and self.aux_loss_enabled:
+            raise InputError(
+                f"--objective {objective}: a mixture of experts with its balancing loss is not packed; use "
+                "--router_aux_loss_coef 0, or --objective grpo"
+            )
         self.packed = packed
         if packed:
             plain = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
@@ -327,7 +333,7 @@ class PolicyTrainer(GRPOTrainer):
                 self._log_means(sums, len(named))
                 if self.expected.form_coef:
                     own = [self._own_log_probabilities[n.completion] for n in exemplars]
-                    groups = len(rewards_BA) // self.num_generations
+                    groups = -(-len(rewards_BA) // self.num_generations)  # one that is cut counts, as in `exemplars`
                     form_term, sums = self.expected.form_loss(own, exemplars, groups, rewards_BA.device)
                     term = term + form_term
                     self._log_means(sums, len(exemplars))
@@ -386,9 +392,18 @@ class PolicyTrainer(GRPOTrainer):
         ids = torch.tensor([[*[0] * left, *p, *c, *[0] * right] for left, p, c, right in pairs], device=device)
         mask = [[0] * left + [1] * (len(p) + len(c)) + [0] * right for left, p, c, right in pairs]
         mask = torch.tensor(mask, device=device)
-        own, _, _ = self._get_per_token_logps_and_entropies(self.model, ids, mask, length)
+        config = self.accelerator.unwrap_model(self.model).config.get_text_config()
+        try:
+            own, _, _ = self._get_per_token_logps_and_entropies(self.model, ids, mask, length)
+        except Exception as error:  # a kernel for this length may fail in any way
+            if config._attn_implementation != ATTENTION:
+                raise
+            config._attn_implementation = "sdpa"
+            print(f"packed rows with a dense mask: FlexAttention failed ({type(error).__name__})", flush=True)
+            own, _, _ = self._get_per_token_logps_and_entropies(self.model, ids, mask, length)
         stock, _, _ = super()._get_per_token_logps_and_entropies(self.model, ids, mask, length)
-        difference = ((own - stock).abs() * mask[:, -length:]).sum() / mask[:, -length:].sum()
+        weights = mask[:, -length:] * stock.exp().clamp(min=LEAST_WEIGHT)  # an unlikely token's is rough in 16 bits
+        difference = ((own - stock).abs() * weights).sum() / weights.sum()
         tolerance = PACKED_TOLERANCE[self.model.dtype]
         if not difference <= tolerance:
             raise InputError(
@@ -445,6 +460,7 @@ class MergedCopy:
         """Whether the GPU has memory for the copy, and a fifth more for decoding; a CPU's is taken for granted."""
         if model.device.type != "cuda":
             return True
+        torch.cuda.empty_cache()  # what judging and the warm start have freed would count as taken
         free, _ = torch.cuda.mem_get_info(model.device)
         return free > 1.2 * sum(p.numel() * p.element_size() for p in model.parameters())
 

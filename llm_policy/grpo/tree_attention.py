@@ -24,6 +24,8 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 ATTENTION = "sdpa_or_flex"
 SMALLEST_HEAD = 16  # numbers, of FlexAttention's kernels
+RECOMPILES = 64
+FEWEST_PLACES = 512  # of a row: below, a dense mask is cheap, and blocks would have each kind of shape compiled
 
 
 @dataclass
@@ -71,6 +73,8 @@ def attend(module, query, key, value, attention_mask, **options):
     """What a layer calls: FlexAttention for blocks, and PyTorch's own attention for everything else."""
     if isinstance(attention_mask, BlockMask):
         query, key = query.to(value.dtype), key.to(value.dtype)  # autocast does so for PyTorch's own alone
+        # Not the kernel for decoding, which has no configuration for a short row and grouped heads
+        options["kernel_options"] = {"BACKEND": "TRITON"}
         return flex_attention_forward(module, query, key, value, attention_mask, **options)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
@@ -88,8 +92,11 @@ def prefer_blocks(model: PreTrainedModel) -> str:
     config = model.config.get_text_config()
     if model.device.type != "cuda" or config._attn_implementation != "sdpa":
         return ""
+    # Each kind of shape is compiled by itself, and past the limit the whole matrix of scores would be computed
+    torch._dynamo.config.recompile_limit = max(RECOMPILES, torch._dynamo.config.recompile_limit)
     try:
-        _try_out(model)
+        with torch.autocast("cuda", torch.bfloat16, enabled=model.dtype == torch.bfloat16):  # as in training
+            _try_out(model)
     except Exception as error:  # a compiler, a kernel or a driver may fail in any way
         reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
         return f"packed rows with a dense mask: FlexAttention does not work here ({reason})"
@@ -98,14 +105,14 @@ def prefer_blocks(model: PreTrainedModel) -> str:
 
 
 def _try_out(model: PreTrainedModel) -> None:
-    """Forwards and backwards, with heads like the model's and in two lengths, behind a key that all see."""
+    """Forwards and backwards, with heads like the model's and in several lengths, behind a key that all see."""
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     if size < SMALLEST_HEAD:
         raise ValueError(f"heads of {size} numbers, {SMALLEST_HEAD} is the least")
-    for length in (200, 300):
+    for length in (60, 200, 600):
         numbers_PL = torch.arange(length, device=model.device)[None]
         keys_PM = torch.cat([numbers_PL[:, :1], numbers_PL], dim=1)
         sight = Sight(numbers_PL, numbers_PL, keys_PM, torch.full_like(keys_PM, length), keys_PM)

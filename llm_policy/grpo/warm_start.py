@@ -79,6 +79,10 @@ def warm_started(
             return model, {"steps": 0, "format_validity": validity}
     is_shared = script.warm_start_folder and processes.is_main()
     with alone_at(folder) if is_shared else nullcontext():
+        if is_shared and (folder / COMPLETE_MARK).exists():
+            raise InputError(
+                f"--warm_start_folder {folder.parent}: another run has just made {folder.name}; start again"
+            )
         student = adapters.fresh(model, lora)
         processes.take_from_main(p for p in student.parameters() if p.requires_grad)
         report = teach_format(
@@ -171,7 +175,9 @@ def teach_format(
     generator = torch.Generator().manual_seed(seed)
     report = {"steps": 0, "loss": float("nan"), "format_validity": 0.0}
     device = next(model.parameters()).device
-    prompts_per_pass = max(1, REPLIES_PER_PASS // len(lessons[0][1]))
+    # A GPU takes more at a time; several processes share the passes out
+    replies_per_pass = REPLIES_PER_PASS * (4 if device.type == "cuda" and processes.count() == 1 else 1)
+    prompts_per_pass = max(1, replies_per_pass // len(lessons[0][1]))
     check_every = max(CHECK_EVERY_STEPS, max_steps // CHECKS)
     if unfinished:
         unfinished.take_up(model, optimizer, generator, report)

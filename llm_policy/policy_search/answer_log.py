@@ -9,6 +9,8 @@ from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt
 from llm_policy.errors import InputError, writing
 from llm_policy.reading import read_text
 
+CUT = " (the answer was cut after "  # in the recorded error of an answer that was
+
 
 class AnswerLog:
     """`answers.jsonl`: one line per answer and one per rollout, each written before anything else is done.

@@ -7,10 +7,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import gymnasium
 import numpy as np
 from rich.table import Table
 
-from llm_policy.environments.gym_env import GymEnvironment, returns
+from llm_policy.environments.gym_env import DEFAULT_HORIZON_STEPS, GymEnvironment, returns
 from llm_policy.environments.mdp import optimal_policy, optimal_return, policy_return
 from llm_policy.policy_search.parameters import Parameters, SearchProblem
 from llm_policy.policy_search.search import Step, seed_of
@@ -201,10 +202,17 @@ def ceiling_text(environment: GymEnvironment) -> list[str]:
     return [] if threshold is None else [f"Gymnasium calls the task solved at a return of {threshold:g}."]
 
 
-def published_text(env_id: str) -> list[str]:
-    if env_id not in PUBLISHED:
+def published_of(environment: GymEnvironment) -> dict[str, str]:
+    """Figures of the paper, where the environment is as Gymnasium makes it: only then do they compare."""
+    own = gymnasium.spec(environment.env_id).max_episode_steps or DEFAULT_HORIZON_STEPS
+    is_usual = not environment.options and environment.horizon_steps == own
+    return PUBLISHED.get(environment.env_id, {}) if is_usual else {}
+
+
+def published_text(environment: GymEnvironment) -> list[str]:
+    if not (known := published_of(environment)):
         return []
-    figures = ", ".join(f"{name} {value}" for name, value in PUBLISHED[env_id].items())
+    figures = ", ".join(f"{name} {value}" for name, value in known.items())
     return [f"published, not run here (arXiv 2511.21928, GPT-4o, 400 iterations x 20 episodes): {figures}"]
 
 

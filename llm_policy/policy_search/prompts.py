@@ -27,10 +27,11 @@ LINEAR = (
     "row, then the vector b. On observing the vector s, {action}."
 )
 HISTORY = {
-    "whole": "Tried so far, in this order, with the mean return over {episodes} episodes:",
+    "whole": "Tried so far, in this order, with the mean return {over} episodes:",
     "best_and_recent": "The best and the latest ones tried so far, worst first, best last, with the mean return "
-    "(+- its standard error) over at least {episodes} episodes:",
+    "{over} episodes:",
 }
+OVER = {False: "over {episodes}", True: "(+- its standard error) over at least {episodes}"}  # whether they are pooled
 OPTIMUM = "The best possible return is about {optimum:.4g}."
 TURN = (
     "This is iteration {iteration} of {iterations}. Propose parameters that are not in the list: early ones may be far "
@@ -140,6 +141,7 @@ def search_messages(
     tried: Sequence[str],
     *,
     history: str,
+    is_pooled: bool,
     episodes: int,
     iteration: int,
     iterations: int,
@@ -152,10 +154,12 @@ def search_messages(
     Args:
         tried: the history, one `tried_text` per policy.
         history: which of `HISTORY` it is.
+        is_pooled: parameters that were tried again stand once, with all their episodes.
         optimum: the best return, as a hint; None says nothing of it.
         description: ProPS+ has one, `environment_description`; ProPS has None.
         ask_reason: ask for a line of reasoning after the parameters.
     """
+    over = OVER[is_pooled].format(episodes=episodes)
     parts = [
         parameters_text(space),
         description,
@@ -163,7 +167,7 @@ def search_messages(
         TURN.format(iteration=iteration, iterations=iterations),
         answer_text(space, ask_reason),
         # Last, so that a well-formed answer is also how the list would continue
-        "\n".join([HISTORY[history].format(episodes=episodes), *tried]) if tried else "Nothing was tried so far.",
+        "\n".join([HISTORY[history].format(over=over), *tried]) if tried else "Nothing was tried so far.",
     ]
     user = "\n\n".join(part for part in parts if part)
     return [{"role": "system", "content": ROLE}, {"role": "user", "content": user}]

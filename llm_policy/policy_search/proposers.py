@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from llm_policy.chat import Messages, fit_to_template, prompt_token_ids, sampling_config
 from llm_policy.errors import InputError, check_choices
 from llm_policy.models import DTYPES, EMBEDDED_MODEL, load_model, load_tokenizer
-from llm_policy.policy_search.answer_log import read_log
+from llm_policy.policy_search.answer_log import CUT, read_log
 from llm_policy.policy_search.endpoint import EndpointProposer
 from llm_policy.policy_search.parameters import Parameters, PolicySpace, SearchProblem
 from llm_policy.policy_search.prompts import ANSWER_PREFIX
@@ -194,7 +194,13 @@ class RecordedProposer:
                 f"--answers {self.path}: holds no answer for iteration {request.iteration}, attempt {request.attempt}; "
                 "give the settings of the recorded run"
             )
-        return Answer(record["answer"], record["tokens_in"], record["tokens_out"], record["seconds"])
+        if record["prompt"] != list(request.messages):
+            raise InputError(
+                f"--answers {self.path}: iteration {request.iteration}, attempt {request.attempt} was asked otherwise; "
+                "give the settings of the recorded run"
+            )
+        is_cut = CUT in (record["error"] or "")
+        return Answer(record["answer"], record["tokens_in"], record["tokens_out"], record["seconds"], is_cut)
 
 
 # With a model ----------------------------------------------------------------------------------------------------

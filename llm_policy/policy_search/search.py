@@ -25,7 +25,7 @@ from llm_policy.chat import Messages
 from llm_policy.environments.gym_env import GymEnvironment
 from llm_policy.environments.mdp import optimal_return
 from llm_policy.errors import InputError, check_choices
-from llm_policy.policy_search.answer_log import AnswerLog
+from llm_policy.policy_search.answer_log import CUT, AnswerLog
 from llm_policy.policy_search.parameters import AnswerError, Parameters, PolicySpace, SearchProblem
 from llm_policy.policy_search.prompts import HISTORY, corrected_messages, search_messages, tried_text
 
@@ -268,6 +268,7 @@ def prompt_of(
             for t in history.shown(settings)
         ],
         history=settings.history,
+        is_pooled=settings.pool_duplicates,
         episodes=settings.episodes,
         iteration=iteration,
         iterations=settings.iterations,
@@ -332,7 +333,7 @@ def _read(space: PolicySpace, answer: Answer) -> tuple[Parameters | None, str | 
     try:
         return space.read_answer(answer.text), None
     except AnswerError as error:
-        cut = f" (the answer was cut after {answer.tokens_out} tokens)" if answer.is_cut else ""
+        cut = f"{CUT}{answer.tokens_out} tokens)" if answer.is_cut else ""
         return None, f"{error}{cut}"
 
 

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from llm_policy.tables import counted
+
 FEW = 5  # so many seeds are listed one by one
 
 
@@ -24,7 +26,7 @@ def link_to(name: str, seeds: Sequence[dict]) -> str:
 
 def with_seeds(label: str, seeds: Sequence[dict]) -> str:
     """A curve's label."""
-    return f"{label} ({len(seeds)} seed{'s' * (len(seeds) > 1)})"
+    return f"{label} ({counted(len(seeds), 'seed')})"
 
 
 def values(rows: Sequence[dict], key: str, decimals: int | None = None) -> str:

@@ -117,7 +117,7 @@ def policy_gradient_section(
                 ]
             )
         for name, seeds in searches.items():
-            if seeds[0]["env_id"] == first[0]["env_id"]:
+            if seeds[0]["env_id"] == first[0]["env_id"] and not seeds[0].get("env_options"):
                 own = [next(row for row in seed["policies"] if row["policy"] == seed["searched"]) for seed in seeds]
                 minutes = each(seeds, lambda seed: f"{seed['minutes']:.1f}")
                 played = listed([f"{row['episodes']:,}" for row in own])

@@ -70,10 +70,7 @@ def questions_section(runs: Mapping[str, list[dict]]) -> str:
         shares = [_percents([found.get(policy) for found in policies]) for policy in (UNTRAINED, WARM_START, SAMPLED)]
         chance = each(seeds, lambda seed: f"{100 * max(seed['baselines'].values()):.0f}")
         pairs = [(found.get(WARM_START, found[UNTRAINED])["right"], found[TRAINED]["right"]) for found in policies]
-        changed = [
-            (one > 0.5, other > 0.5) for before, after in pairs for one, other in zip(before, after, strict=True)
-        ]
-        before, after = changed.count((True, False)), changed.count((False, True))
+        changed = [_changed(before, after) for before, after in pairs]
         rows.append(
             [
                 link(name, QUESTIONS, name),
@@ -82,7 +79,7 @@ def questions_section(runs: Mapping[str, list[dict]]) -> str:
                 *shares[:2],
                 _percents([found[TRAINED] for found in policies], bold=True),
                 shares[2],
-                f"{after}, {before} (p {mcnemar_p(before, after):.2g})",
+                "; ".join(f"{after}, {before} (p {mcnemar_p(before, after):.2g})" for before, after in changed),
                 _most_said([found[TRAINED]["said"] for found in policies]),
                 each(seeds, lambda seed: f"{seed['minutes']:.0f}"),
                 made_by(seeds),
@@ -92,15 +89,25 @@ def questions_section(runs: Mapping[str, list[dict]]) -> str:
 
 
 def _percents(rows: Sequence[dict | None], bold: bool = False) -> str:
-    """The accuracy of all seeds' questions together with its 95 % interval, and each seed's."""
+    """The mean over the seeds, and of each its accuracy with its 95 % interval.
+
+    Answers of one model to questions that seeds share are no independent trials: they are not pooled.
+    """
     found = [row for row in rows if row]
     if not found:
         return ""
-    right_P = [right for row in found for right in row["right"]]
-    low, high = wilson_interval(sum(right_P), len(right_P))
-    mean = f"{100 * np.mean(right_P):.1f}"
-    seeds = listed([f"{100 * row['accuracy']:.1f}" for row in found])
-    return f"{f'**{mean}**' if bold else mean} ({100 * low:.0f} to {100 * high:.0f}; {seeds})"
+    mean = f"{np.mean([100 * row['accuracy'] for row in found]):.1f}"
+    seeds = []
+    for row in found:
+        low, high = wilson_interval(sum(row["right"]), len(row["right"]))
+        seeds.append(f"{100 * row['accuracy']:.1f} [{100 * low:.0f} to {100 * high:.0f}]")
+    return f"{f'**{mean}**' if bold else mean} ({listed(seeds)})"
+
+
+def _changed(before: Sequence[float], after: Sequence[float]) -> tuple[int, int]:
+    """How many questions are right only before, and only after."""
+    pairs = [(one > 0.5, other > 0.5) for one, other in zip(before, after, strict=True)]
+    return pairs.count((True, False)), pairs.count((False, True))
 
 
 def _most_said(histograms: Sequence[Mapping[str, int]]) -> str:

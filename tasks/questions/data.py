@@ -27,12 +27,13 @@ TOO_MANY = "fields without a name"  # of a CSV's record
 
 
 def normalised(text: str) -> str:
-    """A text as it is compared: no case, article in front, punctuation or simple plural.
+    """A text as it is compared: no case, article in front, punctuation or simple plural. Numbers keep sign and point.
 
-    >>> normalised("The Maps."), normalised("a piano"), normalised("A")
-    ('map', 'piano', 'a')
+    >>> normalised("The Maps."), normalised("a piano"), normalised("A"), normalised("-3.5")
+    ('map', 'piano', 'a', 'minus 3.5')
     """
-    words = re.sub(r"[^\w\s]|_", " ", re.sub(r"['’]", "", text.casefold())).split()
+    signed = re.sub(r"(?<![\w)])[-−](?=\d)", " minus ", re.sub(r"['’]", "", text.casefold()))
+    words = re.sub(r"[^\w\s.]|_|(?<!\d)\.|\.(?!\d)", " ", signed).split()
     if len(words) > 1 and words[0] in ARTICLES:
         words = words[1:]
     return " ".join(map(_singular, words))
@@ -44,10 +45,15 @@ def matches(answer: str | None, answers: Iterable[str]) -> bool:
 
 
 def _singular(word: str) -> str:
+    """One form for a word and its simple plural: "cooky" stands for cookie and cookies, "ax" for axe, ax and axes."""
     if word.endswith("ies") and len(word) > 4:
         return word[:-3] + "y"
-    if word.endswith(("ches", "shes", "xes", "sses")):
+    if word.endswith("ie") and len(word) > 3:
+        return word[:-2] + "y"
+    if word.endswith(("ches", "shes", "xes", "sses", "oes", "uses")):
         return word[:-2]
+    if word.endswith(("che", "she", "xe", "sse", "oe", "use")):
+        return word[:-1]
     if word.endswith("s") and len(word) > 3 and not word.endswith(("ss", "us", "is")):
         return word[:-1]
     return word
@@ -73,6 +79,11 @@ class Question:
     def legal(self) -> tuple[str, ...]:
         """The answers that the options allow, in their order; none where any word may be said."""
         return tuple(LETTERS[: len(self.options)]) if self.by_letter else self.options
+
+    @property
+    def in_words(self) -> str:
+        """The right answer, also where a letter stands for it."""
+        return self.answers[1 if self.by_letter else 0]
 
     def chosen(self, answer: str | None) -> int | None:
         """Which option an answer names, by its letter or its words; None for anything else."""
@@ -146,13 +157,13 @@ def read_questions(
             question = read(record, random.Random(f"{seed} {number}"))
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
-        key = (normalised(question.text), frozenset(question.options))
+        key = (" ".join(question.text.casefold().split()), frozenset(question.options))
         if key not in found:
             found[key] = question
-        elif normalised(found[key].answers[-1]) == normalised(question.answers[-1]):
+        elif normalised(found[key].in_words) == normalised(question.in_words):
             repeated += 1
         else:
-            one, other = found[key].answers[-1], question.answers[-1]
+            one, other = found[key].in_words, question.in_words
             raise InputError(f"{where}: asks again what had the answer {one!r}, now {other!r}; keep one of the two")
     if not found:
         raise InputError(f"--dataset {name}: holds no question")

@@ -24,7 +24,7 @@ from llm_policy.run_files import EVALUATION_FILE, write_whole
 from llm_policy.statistics import mcnemar_p, wilson_interval
 from llm_policy.tables import show
 from tasks import Comparison
-from tasks.questions.data import LETTERS, Question, QuestionWords
+from tasks.questions.data import LETTERS, Question, QuestionWords, normalised
 
 SHOWN_ANSWERS = 5  # the most frequent ones
 
@@ -145,7 +145,9 @@ class QuestionJudge:
             place, count = places.most_common(1)[0]
             chance = float(np.mean([1 / len(question.options) for question in self.questions]))
             return {"random option": chance, f"always {LETTERS[place]}": count / len(self.questions)}
-        answer, count = Counter(question.answers[0] for question in self.questions).most_common(1)[0]
+        right = Counter(name for q in self.questions for name in {normalised(answer) for answer in q.answers})
+        name, count = right.most_common(1)[0]
+        answer = next(a for q in self.questions for a in q.answers if normalised(a) == name)
         return {f"best constant answer ({answer})": count / len(self.questions)}
 
     def compare(self, answers_of: Mapping[str, Mapping]) -> Comparison:
