@@ -167,8 +167,7 @@ def read_option(argv: Sequence[str] | None, name: str, default: str, default_con
     for i, argument in enumerate(rest):
         flag, equals, given = argument.partition("=")
         if flag in (f"--{name}", f"--{name.replace('_', '-')}"):
-            following = next(iter(rest[i + 1 :]), "--")
-            value = given if equals else "true" if following.startswith("--") else following  # alone it says yes
+            value = given if equals else next(iter(rest[i + 1 :]), default)
     return value
 
 

@@ -164,8 +164,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
             return True
         started = time.perf_counter()
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        device = self.trainer.accelerator.device
-        devices = [torch.cuda.current_device()] if device.type == "cuda" else []  # of several, PyTorch would warn
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # of several PyTorch would warn
         with self.trainer.accelerator.autocast(), torch.random.fork_rng(devices):
             percent = self.sampled(model).metrics.get("percent_of_optimal")
         self.evaluation_seconds += time.perf_counter() - started
