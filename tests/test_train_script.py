@@ -491,7 +491,7 @@ def test_help_has_the_options_of_the_task(task, lakes_own, capsys):
     printed = capsys.readouterr().out
     for words in ("--task ", "--objective ", "--expert_csv ", "--help_all ", "exit codes: 0 done, 2 "):
         assert words in printed
-    assert ("--observation " in printed) == lakes_own
+    assert ("--test_maps " in printed) == lakes_own
     assert "--vllm" not in printed
 
 
@@ -536,7 +536,8 @@ BAD_INPUT = [
     (["stray"], "stray"),
     (["--see", "5"], "unknown arguments: --see 5 (did you mean --seed?)"),  # abbreviated
     (["--task", "nonsense"], "--task nonsense: expected one of frozen_lake, cliff_walking, taxi"),
-    (["--task", "taxi", "--observation", "grid"], "unknown arguments: --observation grid"),
+    (["--task", "taxi", "--observation", "grid"], "--observation 'grid': expected one of sides, cells"),
+    (["--task", "taxi", "--test_maps", "3"], "unknown arguments: --test_maps 3"),
     (["--learning_rate", "high"], "'high'"),
     (["--temperature", "0"], "--temperature 0: expected a number above 0"),
     (["--gradient_accumulation_steps", "0"], "--gradient_accumulation_steps 0: expected an integer of at least 1"),
@@ -550,7 +551,7 @@ BAD_INPUT = [
     (["--hub_token", "hf_x"], "--hub_token: would stand in the run's files"),
     (["--attn_implementation", "flash_attention_2"], "--attn_implementation flash_attention_2"),
     (["--multi_objective_aggregation", "foo"], "--multi_objective_aggregation 'foo': expected one of"),
-    (["--use_vllm", "true"], "--use_vllm true: needs the package vllm"),
+    (["--use_vllm", "true"], "--use_vllm true: needs vllm, 0.22 to 0.31"),
     (
         ["--steps_per_generation", "3", "--gradient_accumulation_steps", "2"],
         "--steps_per_generation 3: 1.5 optimiser steps on one batch of completions",
