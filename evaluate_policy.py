@@ -44,8 +44,6 @@ OVERRIDES = ("map", "is_slippery", "observation", "thought", "horizon_steps", "t
 OWN_FILES = (EVALUATION_FILE, PICTURE_FILE, THOUGHTS_FILE, TABLE_FILE)
 # What all runs of one table must have in common, and the task that has it (None: all)
 SHARED = {"task": None, "maps": "frozen_lake", "is_slippery": "frozen_lake", "target": "drawing", "wanted": "drawing"}
-
-
 # What decides on which questions a run of riddles or PIQA is judged
 ASKED = ("dataset", "test_dataset", "test_share", "test_questions", "split_seed", "options", "by_letter", "held_out")
 
@@ -60,8 +58,8 @@ class EvaluationArguments:
     task: str | None = field(default=None, metadata={"help": "Default: the run's, else frozen_lake."})
     map: str | None = field(default=None, metadata={"help": "Lake: 4x4, 8x8 or a text file. Default: the run's maps."})
     is_slippery: bool | None = field(default=None, metadata={"help": "Lake: slippery? Default: the run's, else true."})
-    observation: str | None = field(default=None, metadata={"help": "Lake: as in training. Default: the run's."})
-    thought: str | None = field(default=None, metadata={"help": "Lake: as in training. Default: the run's."})
+    observation: str | None = field(default=None, metadata={"help": "As in training. Default: the run's."})
+    thought: str | None = field(default=None, metadata={"help": "As in training. Default: the run's."})
     horizon_steps: int | None = field(default=None, metadata={"help": "Step limit. Default: the environment's."})
     test_dataset: str | None = field(
         default=None, metadata={"help": "Questions: samples, a .jsonl or .csv file, or hub/id. Default: the run's."}

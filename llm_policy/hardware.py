@@ -58,6 +58,21 @@ def granted_threads() -> int | None:
         return None
 
 
+def cuda_random_states() -> list:
+    """Of each GPU that PyTorch sees, for a checkpoint; [] without any."""
+    import torch  # scripts without a model need no PyTorch
+
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+
+def restore_cuda_random_states(states: list) -> None:
+    """The inverse, where there are as many GPUs as then."""
+    import torch
+
+    if states and torch.cuda.is_available() and len(states) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(states)
+
+
 def give_memory_back() -> None:
     """Hand freed memory back to the system, which glibc keeps: over a run that grows to more than what is in use.
 

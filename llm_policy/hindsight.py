@@ -22,6 +22,7 @@ from llm_policy.checkpoints import written_whole
 from llm_policy.errors import InputError
 from llm_policy.grpo.trainer import MergedCopy
 from llm_policy.grpo.warm_start import reply_loss
+from llm_policy.hardware import cuda_random_states, restore_cuda_random_states
 from llm_policy.models import not_finite
 from llm_policy.run_files import METRICS_FILE, cut_back
 from llm_policy.sampling import sample_completions
@@ -146,7 +147,7 @@ class HindsightLearner:
             "weights": {name: p.detach().clone() for name, p in weights.items()},
             "optimizer": self.optimizer.state_dict(),
             "random": torch.get_rng_state(),
-            "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "random_cuda": cuda_random_states(),
             "seen": sorted(self.seen),
             "epoch": self.epoch,
             "best": self.best,
@@ -168,8 +169,7 @@ class HindsightLearner:
                 own[name].copy_(values)
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
-        if torch.cuda.is_available() and len(state["random_cuda"]) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(state["random_cuda"])
+        restore_cuda_random_states(state["random_cuda"])
         self.seen, self.epoch, self.generations = set(state["seen"]), state["epoch"], state["generations"]
         self.best = state["best"]
         return state["seconds"]

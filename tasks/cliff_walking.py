@@ -5,7 +5,6 @@ from functools import partial
 
 from llm_policy.chat import Messages
 from llm_policy.environments.toy_text import CliffWalking
-from llm_policy.errors import check_choices
 from prompts import THOUGHTS, named_cells, named_position, position, thought_text
 from tasks.tabular import ComputedExpertArguments, Words, single_environment_judge, single_environment_task
 
@@ -44,6 +43,8 @@ OBSERVATIONS = {"coordinates": (place, map_rows), "cells": (cell, cells)}
 class Arguments(ComputedExpertArguments):
     """Options of CliffWalking."""
 
+    observations, thoughts = OBSERVATIONS, THOUGHTS
+
     observation: str = field(
         default="coordinates", metadata={"help": f"What the model sees: {', '.join(OBSERVATIONS)} (each by its name)."}
     )
@@ -51,18 +52,14 @@ class Arguments(ComputedExpertArguments):
         default="place", metadata={"help": f"What the warm start teaches it to think: {', '.join(THOUGHTS)}."}
     )
 
-    def __post_init__(self) -> None:
-        check_choices(self, {"observation": tuple(OBSERVATIONS), "thought": tuple(THOUGHTS)})
-        super().__post_init__()
 
-
-def messages(cliff: CliffWalking, state: int, observation: str = "coordinates") -> Messages:
+def messages(cliff: CliffWalking, state: int, observation: str) -> Messages:
     """The prompt of one state: where the agent stands, and the map."""
     user = "\n".join(part(cliff, state) for part in OBSERVATIONS[observation])
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": user}]
 
 
-def reply(cliff: CliffWalking, state: int, action: int, thought: str = "place") -> str:
+def reply(cliff: CliffWalking, state: int, action: int, thought: str) -> str:
     """A well-formed reply for the warm start, whatever `action` is: it says what is so and takes it."""
     text = thought_text(tuple(row.translate(AS_LAKE) for row in cliff.grid), state, thought)
     for of_lake, of_cliff in AS_CLIFF.items():
@@ -70,10 +67,10 @@ def reply(cliff: CliffWalking, state: int, action: int, thought: str = "place") 
     return f"<think>{text}</think><answer>{cliff.actions[action]}</answer>"
 
 
-def words(observation: str = "coordinates", thought: str = "place") -> Words:
+def words(observation: str, thought: str) -> Words:
     telling = frozenset({"cliff", "goal"}) if thought in ("neighbours", "ways") else frozenset()
     return Words(partial(messages, observation=observation), partial(reply, thought=thought), telling=telling)
 
 
 make_task = partial(single_environment_task, CliffWalking(), words)
-make_judge = partial(single_environment_judge, CliffWalking(), words)
+make_judge = partial(single_environment_judge, CliffWalking(), words, Arguments)

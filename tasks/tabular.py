@@ -5,12 +5,11 @@ Axes: P prompts (a state each), G samples, A actions, S states.
 A task of its own adds the words (`Words`) and its options; see frozen_lake.py and taxi.py.
 """
 
-import inspect
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -127,7 +126,7 @@ class TableJudge:
         `samples` the thoughts are sampled and their answers exact (llm_policy/grpo/answers.py). `success_of_parts` then
         holds the success within the limit by each quarter of the thoughts alone: how much is left to chance. Without,
         `true_thoughts`, `true_words`, `telling_words` say how far thoughts are as the warm start would teach them,
-        `behind_false_thoughts` says what the answer follows where one word of the thought is false (`follows`), and
+        `behind_false_thoughts` says what the answer follows behind the thought of another map (`follows`), and
         `shown` holds completions for the picture: number of the state among all of `_pairs`, the text, and what would
         have been true.
         """
@@ -446,38 +445,50 @@ def _key(prompt: Messages) -> str:
 class ComputedExpertArguments(ExpertArguments):
     """Options of an environment without maps: its exact expert need not be read from a file.
 
-    A task says what `observation` and `thought` can be.
+    A task gives `observation` and `thought` their defaults, and says what else they can be.
     """
+
+    observations: ClassVar[Collection[str]] = ()
+    thoughts: ClassVar[Collection[str]] = ()
 
     expert_csv: str = field(default="", metadata={"help": "The expert's Q-values. Default: exact ones, computed."})
     observation: str = ""
     thought: str = ""
 
+    def __post_init__(self) -> None:
+        check_choices(self, {"observation": tuple(self.observations), "thought": tuple(self.thoughts)})
+        super().__post_init__()
+
+    def words_settings(self) -> dict[str, str]:
+        """What run.json says of the words: what is not the default, as runs from before there was a choice."""
+        default = type(self)()
+        names = ("observation", "thought")
+        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(default, name)}
+
+
+WordsOf = Callable[[str, str], Words]
+"""Observation and thought, by their names -> the words."""
+
 
 def single_environment_task(
-    environment: TableEnvironment, words_of: Callable[..., Words], arguments: ComputedExpertArguments,
-    training: GRPOConfig, tokenizer: PreTrainedTokenizerBase,
+    environment: TableEnvironment, words_of: WordsOf, arguments: ComputedExpertArguments, training: GRPOConfig,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> Task:  # fmt: skip
-    """The task of an environment without maps: trained and judged on all its acting states.
-
-    Args:
-        words_of: (observation, thought) -> the words, with a default for both.
-    """
+    """The task of an environment without maps: trained and judged on all its acting states."""
     if arguments.expert_csv:
         expert = read_expert(arguments, type(environment))
     else:
         expert = exact_expert(environment)
         print(f"{environment}: exact Q-values of {len(expert)} states", flush=True)
     reader = Reader(tokenizer, training.max_completion_length)
-    words = words_of(arguments.observation, arguments.thought)
-    settings = chosen_words(words_of, arguments.observation, arguments.thought)
+    words, settings = words_of(arguments.observation, arguments.thought), arguments.words_settings()
     judge = TableJudge([environment], words, reader, settings, arguments.episodes, training.seed)
     return table_task(arguments, training, tokenizer, words, expert, judge, thoughts_count="thought" in settings)
 
 
 def single_environment_judge(
-    environment: TableEnvironment, words_of: Callable[..., Words], settings: Mapping, reader: Reader, episodes: int,
-    seed: int,
+    environment: TableEnvironment, words_of: WordsOf, arguments_of: type[ComputedExpertArguments], settings: Mapping,
+    reader: Reader, episodes: int, seed: int,
 ) -> TableJudge:  # fmt: skip
     """The judge of an environment without maps.
 
@@ -487,23 +498,9 @@ def single_environment_judge(
     for option in ("map", "is_slippery"):
         if option in settings:
             raise InputError(f"--{option} {settings[option]}: is for lakes; {environment} has no such choice")
-    default = {name: parameter.default for name, parameter in inspect.signature(words_of).parameters.items()}
-    chosen = {name: settings.get(name, value) for name, value in default.items()}
-    words = words_of(**chosen)
-    try:
-        words.messages(environment, environment.acting_states[0])
-        words.reply(environment, environment.acting_states[0], 0)
-    except KeyError as error:
-        raise InputError(f"--observation, --thought: {environment} has no {error.args[0]!r}") from error
-    own = chosen_words(words_of, **chosen)
+    chosen = arguments_of(**{name: settings[name] for name in ("observation", "thought") if name in settings})
+    words, own = words_of(chosen.observation, chosen.thought), chosen.words_settings()
     return TableJudge([environment], words, reader, own, episodes, seed, settings.get("horizon_steps"))
-
-
-def chosen_words(words_of: Callable[..., Words], observation: str, thought: str) -> dict[str, str]:
-    """What run.json says of them: what is not the default, as runs from before there was a choice."""
-    chosen = {"observation": observation, "thought": thought}
-    default = inspect.signature(words_of).parameters
-    return {name: value for name, value in chosen.items() if value != default[name].default}
 
 
 def exact_expert(environment: TableEnvironment) -> pd.DataFrame:

@@ -7,7 +7,6 @@ from functools import cache, partial
 from llm_policy.chat import Messages
 from llm_policy.environments.frozen_lake import Cell
 from llm_policy.environments.toy_text import TAXI_CELLS, TAXI_SIZE, Taxi
-from llm_policy.errors import check_choices
 from tasks.tabular import ComputedExpertArguments, Words, single_environment_judge, single_environment_task
 
 SYSTEM_PROMPT = (
@@ -104,6 +103,8 @@ THOUGHTS = {"place": think_place, "neighbours": think_neighbours, "search": thin
 class Arguments(ComputedExpertArguments):
     """Options of Taxi."""
 
+    observations, thoughts = OBSERVATIONS, THOUGHTS
+
     observation: str = field(
         default="sides", metadata={"help": f"What the model sees: {', '.join(OBSERVATIONS)} (each by its name)."}
     )
@@ -111,18 +112,14 @@ class Arguments(ComputedExpertArguments):
         default="place", metadata={"help": f"What the warm start teaches it to think: {', '.join(THOUGHTS)}."}
     )
 
-    def __post_init__(self) -> None:
-        check_choices(self, {"observation": tuple(OBSERVATIONS), "thought": tuple(THOUGHTS)})
-        super().__post_init__()
 
-
-def messages(taxi: Taxi, state: int, observation: str = "sides") -> Messages:
+def messages(taxi: Taxi, state: int, observation: str) -> Messages:
     """The prompt of one state."""
     user = "\n".join(part(taxi, state) for part in OBSERVATIONS[observation])
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": user}]
 
 
-def reply(taxi: Taxi, state: int, action: int, thought: str = "place") -> str:
+def reply(taxi: Taxi, state: int, action: int, thought: str) -> str:
     """A well-formed reply for the warm start, whatever `action` is: it says what is so and takes it."""
     return f"<think>{THOUGHTS[thought](taxi, state)}</think><answer>{taxi.actions[action]}</answer>"
 
@@ -153,10 +150,10 @@ def _distances(taxi: Taxi, goal: Cell) -> dict[Cell, int]:
     return distance_of
 
 
-def words(observation: str = "sides", thought: str = "place") -> Words:
+def words(observation: str, thought: str) -> Words:
     telling = frozenset({"wall", *"RGYB"}) if thought == "neighbours" else frozenset()
     return Words(partial(messages, observation=observation), partial(reply, thought=thought), telling=telling)
 
 
 make_task = partial(single_environment_task, Taxi(), words)
-make_judge = partial(single_environment_judge, Taxi(), words)
+make_judge = partial(single_environment_judge, Taxi(), words, Arguments)

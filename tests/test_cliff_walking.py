@@ -8,14 +8,15 @@ from llm_policy.errors import InputError
 from tasks.cliff_walking import OBSERVATIONS, SYSTEM_PROMPT, THOUGHTS, Arguments, make_judge, messages, reply, words
 
 CLIFF = CliffWalking()
+PLAIN = words("coordinates", "place")
 
 
 def test_words_by_hand():
-    system, user = messages(CLIFF, 25)
+    system, user = PLAIN.messages(CLIFF, 25)
     assert (system["role"], user["role"]) == ("system", "user")
     assert user["content"] == "You are at row 2, column 1.\n............\n............\n.A..........\nSCCCCCCCCCCG"
-    assert reply(CLIFF, 25, 1) == "<think>I am at row 2, column 1.</think><answer>RIGHT</answer>"
-    assert messages(CLIFF, 36)[1]["content"].splitlines()[-1] == "ACCCCCCCCCCG"
+    assert PLAIN.reply(CLIFF, 25, 1) == "<think>I am at row 2, column 1.</think><answer>RIGHT</answer>"
+    assert PLAIN.messages(CLIFF, 36)[1]["content"].splitlines()[-1] == "ACCCCCCCCCCG"
 
 
 def test_the_prompt_names_letters_costs_and_answer_form():
@@ -26,20 +27,20 @@ def test_the_prompt_names_letters_costs_and_answer_form():
 
 
 def test_distinct_states_have_distinct_prompts():
-    prompts = {str(words().messages(CLIFF, state)) for state in CLIFF.acting_states}
+    prompts = {str(PLAIN.messages(CLIFF, state)) for state in CLIFF.acting_states}
     assert len(prompts) == len(CLIFF.acting_states) == 37
 
 
 @pytest.mark.parametrize("action", range(4))
 def test_replies_are_well_formed_and_their_thought_names_no_action(action):
     for state in CLIFF.acting_states:
-        text = words().reply(CLIFF, state, action)
+        text = PLAIN.reply(CLIFF, state, action)
         parsed = parse_completion(text)
         assert (parsed.is_well_formed, action_index(parsed.answer, CLIFF.actions)) == (True, action)
         thought = text.partition("</think>")[0]
         assert not any(name in thought.upper() for name in CLIFF.actions)
         # The same whatever the action is: no label can leak through it
-        assert thought == words().reply(CLIFF, state, 0).partition("</think>")[0]
+        assert thought == PLAIN.reply(CLIFF, state, 0).partition("</think>")[0]
 
 
 THINKING = {
@@ -86,7 +87,7 @@ def test_a_judge_knows_the_words_of_its_run():
     assert judge.settings == {"observation": "cells", "thought": "ways"}
     assert "21:A" in judge.words.messages(CLIFF, 25)[1]["content"]
     assert make_judge({}, None, 10, 0).settings == {}
-    with pytest.raises(InputError, match=r"--observation, --thought: CliffWalking-v1 has no 'sides'"):
+    with pytest.raises(InputError, match=r"--observation 'sides': expected one of coordinates, cells"):
         make_judge({"observation": "sides"}, None, 10, 0)
     with pytest.raises(InputError, match=r"--thought 'deep': expected one of place, neighbours, ways, search"):
         Arguments(thought="deep")

@@ -265,7 +265,7 @@ def findings_elsewhere(tokenizer, module, environment, **changed) -> dict[str, b
     """Rules broken by the exact expert of an environment, with `changed` columns."""
     expert = exact_expert(environment).assign(**changed)
     prompts = [
-        fit_to_template(module.words().messages(*state), tokenizer)
+        fit_to_template(module.words(module.Arguments().observation, "place").messages(*state), tokenizer)
         for state in zip(expert["environment"], expert["state"], strict=True)
     ]
     return {f.rule: f.is_error for f in lint(expert, prompts, tokenizer, LOUD, 2048, 32)}

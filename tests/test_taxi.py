@@ -13,24 +13,25 @@ from llm_policy.errors import InputError
 from tasks.taxi import OBSERVATIONS, SYSTEM_PROMPT, THOUGHTS, Arguments, make_judge, messages, reply, words
 
 TAXI = Taxi()
+PLAIN = words("sides", "place")
 
 
 def test_words_by_hand():
     waiting, riding = TAXI.state(0, 1, "Y", "B"), TAXI.state(3, 0, "in taxi", "G")
-    system, user = messages(TAXI, waiting)
+    system, user = PLAIN.messages(TAXI, waiting)
     assert (system["role"], user["role"]) == ("system", "user")
     assert user["content"] == (
         "The taxi is at row 0, column 1.\nThe passenger waits at Y, row 4, column 0.\n"
         "The destination is B, row 4, column 3.\nSOUTH: free, NORTH: wall, EAST: wall, WEST: free."
     )
-    assert messages(TAXI, riding)[1]["content"] == (
+    assert PLAIN.messages(TAXI, riding)[1]["content"] == (
         "The taxi is at row 3, column 0.\nThe passenger is in the taxi.\nThe destination is G, row 0, column 4.\n"
         "SOUTH: free, NORTH: free, EAST: wall, WEST: wall."
     )
-    assert reply(TAXI, waiting, 4) == (
+    assert PLAIN.reply(TAXI, waiting, 4) == (
         "<think>I am at row 0, column 1. The passenger is at Y, the destination is B.</think><answer>PICKUP</answer>"
     )
-    assert "The passenger is in the taxi, the destination is G." in reply(TAXI, riding, 0)
+    assert "The passenger is in the taxi, the destination is G." in PLAIN.reply(TAXI, riding, 0)
 
 
 def test_the_prompt_names_costs_directions_and_answer_form():
@@ -42,7 +43,7 @@ def test_the_prompt_names_costs_directions_and_answer_form():
 def test_a_wall_is_said_where_the_taxi_cannot_go():
     """By Gymnasium's own table: a step that stays costs 1, too, and so teaches nothing by its reward."""
     for state in TAXI.acting_states:
-        said = dict(re.findall(r"(\w+): (free|wall)", messages(TAXI, state)[1]["content"]))
+        said = dict(re.findall(r"(\w+): (free|wall)", PLAIN.messages(TAXI, state)[1]["content"]))
         assert list(said) == ["SOUTH", "NORTH", "EAST", "WEST"]
         for action, name in enumerate(said):
             stays = TAXI.mdp.next_states_SAK[state, action, 0] == state
@@ -50,20 +51,20 @@ def test_a_wall_is_said_where_the_taxi_cannot_go():
 
 
 def test_distinct_states_have_distinct_prompts():
-    prompts = {str(words().messages(TAXI, state)) for state in TAXI.acting_states}
+    prompts = {str(PLAIN.messages(TAXI, state)) for state in TAXI.acting_states}
     assert len(prompts) == len(TAXI.acting_states) == 400
 
 
 @pytest.mark.parametrize("action", range(6))
 def test_replies_are_well_formed_and_their_thought_names_no_action(action):
     for state in TAXI.acting_states:
-        text = words().reply(TAXI, state, action)
+        text = PLAIN.reply(TAXI, state, action)
         parsed = parse_completion(text)
         assert (parsed.is_well_formed, action_index(parsed.answer, TAXI.actions)) == (True, action)
         thought = text.partition("</think>")[0]
         assert not any(name in thought.upper() for name in TAXI.actions)
         # The same whatever the action is: no label can leak through it
-        assert thought == words().reply(TAXI, state, 0).partition("</think>")[0]
+        assert thought == PLAIN.reply(TAXI, state, 0).partition("</think>")[0]
 
 
 def test_thoughts_by_hand():
@@ -117,7 +118,7 @@ def test_options_and_judge():
     with pytest.raises(InputError, match=r"--thought 'ways': expected one of place, neighbours, search"):
         Arguments(thought="ways")
     assert make_judge({"thought": "search"}, None, 10, 0).settings == {"thought": "search"}
-    with pytest.raises(InputError, match=r"Taxi-v4 has no 'ways'"):
+    with pytest.raises(InputError, match=r"--thought 'ways': expected one of place, neighbours, search"):
         make_judge({"thought": "ways"}, None, 10, 0)
     assert set(OBSERVATIONS) == {"sides", "cells"}
 

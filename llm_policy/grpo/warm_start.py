@@ -27,7 +27,7 @@ from llm_policy.checkpoints import COMPLETE_MARK, damage, written_whole
 from llm_policy.errors import InputError
 from llm_policy.grpo.arguments import ScriptArguments
 from llm_policy.grpo.packing import pack_groups, packed_log_probabilities
-from llm_policy.hardware import give_memory_back
+from llm_policy.hardware import cuda_random_states, give_memory_back, restore_cuda_random_states
 
 Lesson = tuple[Messages, Sequence[str]]
 """A prompt and well-formed replies to it that differ in their answer alone."""
@@ -245,7 +245,7 @@ class Unfinished:
             "optimizer": optimizer.state_dict(),
             "order": generator.get_state(),
             "random": torch.get_rng_state(),
-            "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "random_cuda": cuda_random_states(),
             "report": report,
         }
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -274,8 +274,7 @@ class Unfinished:
         optimizer.load_state_dict(state["optimizer"])
         generator.set_state(state["order"])
         torch.set_rng_state(state["random"])
-        if torch.cuda.is_available() and len(state["random_cuda"]) == torch.cuda.device_count():
-            torch.cuda.set_rng_state_all(state["random_cuda"])
+        restore_cuda_random_states(state["random_cuda"])
         report.update(state["report"])
         print(f"warm start: goes on after step {report['steps']}", flush=True)
 

@@ -149,8 +149,7 @@ def episode_score(learner: Learner, arguments: PolicyGradientArguments, name: st
     with progress(range(most_steps), f"judging {name}, at most", unit="step") as bar:
         totals, _ = evaluate_policy(
             _WithNoise(learner, env.num_envs), env, arguments.judge_episodes, deterministic=is_greedy,
-            return_episode_rewards=True,
-            callback=lambda *_: bar.update(),
+            return_episode_rewards=True, callback=lambda *_: bar.update(),
         )  # fmt: skip
     torch.set_rng_state(generators)
     assert isinstance(totals, list)

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from llm_policy.environments.gym_env import GymEnvironment
 from llm_policy.errors import InputError
+from llm_policy.hardware import cuda_random_states, restore_cuda_random_states
 from llm_policy.models import context_tokens, load_model, load_tokenizer
 from llm_policy.number_format import faster_format
 from llm_policy.policy_gradient.arguments import ACTIVATIONS, STATES_PER_GRAPH, PolicyGradientArguments
@@ -227,7 +228,7 @@ def training_state(learner: Learner, extra: Mapping) -> dict:
         "environments": [wrapper.state() for wrapper in replayables(env)],
         "generators": {
             "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+            "cuda": cuda_random_states(),
             "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), *rest],
         },
         "exploration": {name: getattr(learner.policy.action_dist, name) for name in _noise_of(learner)},
@@ -260,8 +261,7 @@ def restore_chance(learner: Learner, state: Mapping) -> None:
     """The random numbers of `training_state`, once the algorithm has drawn what it draws before a rollout."""
     generators = state["generators"]
     torch.set_rng_state(generators["torch"])
-    if torch.cuda.is_available() and len(generators["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(generators["cuda"])
+    restore_cuda_random_states(generators["cuda"])
     kind, keys, *rest = generators["numpy"]
     np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     for name in _noise_of(learner):

@@ -82,7 +82,7 @@ def about(learner: Learner, arguments: PolicyGradientArguments) -> str:
         lines.append(f"{Path(model).name} in {learner.reader.encoder.dtype} reads: {first}")
         tokenizer = learner.reader.encoder.tokenizer
         if tokenizer.pad_token_id == tokenizer.eos_token_id:
-            lines.append(f"no padding token of its own: the end token {tokenizer.eos_token} is taken")
+            lines.append(f"texts are padded with the end token, {tokenizer.eos_token}")
     return "\n".join(lines)
 
 
