@@ -74,3 +74,14 @@ def test_it_trains(objective, answering_llama, tmp_path):
     assert train_script.main(small_run(answering_llama, tmp_path / "out", *flags)) == 0
     names = {row["policy"] for row in json.loads((tmp_path / "out/evaluation.json").read_text())["policies"]}
     assert "trained, greedy" in names
+
+
+def test_what_is_judged_is_not_trained_on_whatever_the_order_of_the_ways(tmp_path):
+    """Ways are shuffled by the number of the row: the same question stands elsewhere in another file."""
+    rows = [ROW | {"goal": f"Goal {n}."} for n in range(40)]
+    for name, those in (("all", rows), ("half", rows[20:])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, those)))
+    files = {"dataset": str(tmp_path / "all.jsonl"), "test_dataset": str(tmp_path / "half.jsonl")}
+    trained, judged = physical_questions(Arguments(**files, split_seed=0))
+    assert {question.text for question in trained} == {row["goal"] for row in rows[:20]}
+    assert len(judged) == 20

@@ -102,3 +102,9 @@ def test_mcnemar(before, after, p):
 
 def test_one_policy_alone_has_changed_nothing():
     assert changes({"only": judge(FREE).score(said("a", "b", "c"))}) == []
+
+
+def test_the_best_constant_answer_counts_whatever_is_right():
+    """An alias and a plural are right as well: "shoes" twice, "hole" once."""
+    questions = [Question("A?", ("hole",)), Question("B?", ("boots", "shoes")), Question("C?", ("shoe",))]
+    assert judge(questions).baselines() == {"best constant answer (shoes)": 2 / 3}

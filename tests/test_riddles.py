@@ -130,6 +130,22 @@ def test_it_trains_and_is_judged_again(more, answering_llama, tmp_path, capsys):
     assert "held-out questions of samples" in capsys.readouterr().out
 
 
+def test_a_run_is_judged_on_the_questions_that_it_was_asked(answering_llama, tmp_path):
+    """Of its own file, split and order of options, whatever the seed of the judgement; two splits in no one table."""
+    kinds = ("--dataset", "data/samples/kinds.jsonl", "--samples_per_state", 0, "--warm_start", "never")
+    outs = [tmp_path / name for name in ("one", "two")]
+    for seed, out in enumerate(outs, start=1):
+        assert train_script.main(small_run(answering_llama, out, *kinds, "--max_steps", 1, "--seed", seed)) == 0
+    judged = ["--samples_per_state", "0", "--output_dir", str(tmp_path / "judged"), "--policies", "constant:dog"]
+    assert evaluate_policy.main([*judged, str(outs[0])]) == 0
+    own, again = (json.loads((folder / "evaluation.json").read_text()) for folder in (outs[0], tmp_path / "judged"))
+    asked, before = ([(q["question"], q["options"]) for q in content["questions"]] for content in (again, own))
+    assert asked == before
+    assert again["baselines"] == own["baselines"]
+    with pytest.raises(InputError, match=r"one, .*two: these runs were judged on different questions; judge them one"):
+        evaluate_policy.main([*judged, *map(str, outs)])
+
+
 def test_a_supervised_objective_needs_letters(answering_llama, tmp_path):
     with pytest.raises(InputError, match="--objective natural: --task riddles knows no reward for every legal answer"):
         train_script.main(small_run(answering_llama, tmp_path / "out", "--objective", "natural"))

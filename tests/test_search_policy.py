@@ -13,10 +13,11 @@ from stub_endpoint import stub_endpoint
 from tiny_models import build_tiny_model
 
 import search_policy
+from llm_policy.environments.gym_env import make_gym_environment
 from llm_policy.errors import InputError, run_script
 from llm_policy.policy_search.answer_log import read_log
 from llm_policy.policy_search.endpoint import KEY_VARIABLE
-from llm_policy.policy_search.judge import PolicyValue, Row, row_of, verdict_of
+from llm_policy.policy_search.judge import PolicyValue, Row, published_of, row_of, verdict_of
 from llm_policy.policy_search.search import Step
 from llm_policy.run_files import ROOT, only_process_in, resolved_config
 from search_policy import main, read_arguments
@@ -251,6 +252,12 @@ def test_the_number_format_is_measured_once_for_a_search(tiny_model, tmp_path, c
     assert proposing.dtype == "bfloat16"
 
 
+def test_published_figures_stand_beside_the_usual_environment_alone():
+    assert published_of(make_gym_environment("FrozenLake-v1"))["ProPS"] == ".57 (.17)"
+    for options, steps in (({"is_slippery": False}, None), ({}, 50)):
+        assert published_of(make_gym_environment("FrozenLake-v1", options, steps)) == {}
+
+
 def test_the_real_command(tmp_path):
     command = [sys.executable, "search_policy.py", *small_run(tmp_path / "out")]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -389,6 +396,7 @@ BAD_INPUT = [
     (["--env_id", "CartPole-v1", "--optimum_hint", "exact"], "CartPole-v1 has no transition table"),
     (["--env_id", "Acrobot-v1", "--describe_environment", "true"], "--description_file"),
     (["--describe_environment", "true", "--description_file", "{tmp}/nowhere"], "--description_file {tmp}/nowhere"),
+    (["--description_file", "{tmp}/nowhere"], "--description_file {tmp}/nowhere: needs --describe_environment true"),
     # The context
     ([*LOCAL], "exceeds the model's context of 512"),
     ([*LOCAL, "--env_id", "Taxi-v4"], "--env_id Taxi-v4: 500 parameters per policy make prompts of up to "),

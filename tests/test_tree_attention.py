@@ -145,3 +145,12 @@ def test_who_asks_for_eager_attention_keeps_it():
     model = OnCuda(attention="eager")
     assert prefer_blocks(model) == ""
     assert model.config._attn_implementation == "eager"
+
+
+def test_a_short_row_has_a_dense_mask(monkeypatch):
+    """Blocks would have each kind of small shape compiled."""
+    model = random_policy("llama")
+    monkeypatch.setattr(model.config, "_attn_implementation", ATTENTION)
+    for length, kind in ((8, torch.Tensor), (600, BlockMask)):
+        packed = pack_groups([[7, 8]], [list(range(1, length))])
+        assert isinstance(attention_mask(model, packed.sight), kind)
