@@ -117,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not on_gpu and not training.use_cpu:
         print(f"{options.config} is made for a GPU, and there is none here; configs/laptop.yaml is made for a CPU")
     rules.check_arguments(script, training, options.model)
-    for name, without in (("action_entropy_coef", ("grpo", "cloning")), ("form_coef", ("grpo",))):
+    without_effect = {"action_entropy_coef": ("grpo", "cloning"), "form_coef": ("grpo",), "thought_coef": ("grpo",)}
+    for name, without in without_effect.items():
         if script.objective in without and getattr(script, name):
             hint = "; TRL's bonus is --entropy_coef" if script.objective == "grpo" else ""
             print(f"--{name} is for the other objectives and has no effect under --objective {script.objective}{hint}")
@@ -345,6 +346,7 @@ def policy_trainer(
             action_rewards=task.action_rewards and (lambda rows: task.action_rewards(rows, weights)),
             action_entropy_coef=script.action_entropy_coef,
             form_coef=script.form_coef,
+            thought_coef=script.thought_coef,
             stands_on=[
                 *(options.output_dir / name for name in (run_files.METRICS_FILE, UNTRAINED_FILE)),
                 lifecycle.warm_start_folder(script, training.seed, options.output_dir),

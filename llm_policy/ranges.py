@@ -53,7 +53,8 @@ TABLE = {
         vespo_lambda_pos vespo_k_neg vespo_lambda_neg""",
     "[0, 1000]": """
         ent_coef vf_coef cg_damping
-        ProposerSettings.temperature beta epsilon weight_decay optimal_bonus action_entropy_coef form_coef entropy_coef
+        ProposerSettings.temperature beta epsilon weight_decay optimal_bonus action_entropy_coef form_coef thought_coef
+        entropy_coef
         entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target noise router_aux_loss_coef
         neftune_noise_alpha""",
     "[0, 1000000]": """

@@ -209,7 +209,13 @@ def test_one_well_formed_completion_of_each_group_teaches_the_form():
     ]
     exemplars = ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), 0.0, form_coef=0.5).exemplars(named, group=2)
     assert [n.completion for n in exemplars] == [1, 2]
-    assert ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), 0.0).exemplars(named, group=2) == []
+
+
+def test_the_taught_thoughts_loss_leaves_the_action_out():
+    objective = ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), 0.0, thought_coef=0.5)
+    log_p_T = torch.tensor([-1.0, -2.0, -50.0, -4.0])  # the third is the action
+    loss, sums = objective.thought_loss([log_p_T, log_p_T], [NamedAction(0, 2, 3, 0), NamedAction(2, 2, 3, 1)], 4)
+    assert (loss.item(), sums["thought/log_probability"].item()) == (0.5 * 14 / 4, -14)
 
 
 def test_without_an_exemplar_the_form_has_no_loss():

@@ -90,7 +90,7 @@ OBJECTIVES = {
     "natural": (),
     "grpo": ("--objective", "grpo", "--form_coef", 0),
     "grpo, rewards over the batch": ("--objective", "grpo", "--form_coef", 0, "--scale_rewards", "batch"),
-    "natural, accumulated": ("--gradient_accumulation_steps", 2),
+    "natural, accumulated, thoughts rehearsed": ("--gradient_accumulation_steps", 2, "--thought_coef", 0.5),
     "distillation": ("--objective", "distillation"),
     "trl's own pass": ("--objective", "grpo", "--form_coef", 0, "--packed", "false", "--temperature", 1.0),
 }
@@ -115,7 +115,7 @@ def test_two_processes_end_as_one_does(more, answering_llama, tmp_path):
         assert max(away.values()) < 0.05, (folder, away)
     for expected, found in zip(metrics_of(one), metrics_of(two), strict=True):
         assert expected.keys() == found.keys()
-        for name in expected.keys() & {"reward", "num_tokens", "frac_reward_zero_std", "action/entropy"}:
+        for name in expected.keys() & {"reward", "num_tokens", "frac_reward_zero_std", "action/entropy", "thought/log_probability"}:
             assert found[name] == pytest.approx(expected[name], rel=1e-3), (expected["step"], name)
     judged = [json.loads((out / "evaluation.json").read_text())["policies"] for out in (one, two)]
     assert [policy["policy"] for policy in judged[0]] == [policy["policy"] for policy in judged[1]]

@@ -632,6 +632,34 @@ def test_the_forms_gradient_equals_the_enumerated_one(architecture, tmp_path):
     assert 1 < trainer._metrics["train"]["form/failure_probability"][-1] < len(form_T)
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
+def test_the_taught_thoughts_gradient_equals_the_enumerated_one(architecture, tmp_path):
+    """Of each prompt's own reply, once per group, whatever was sampled; nothing at its action."""
+    taught = [f"{THOUGHT}<answer>LEFT</answer>", "<think>UP or DOWN</think><answer>UP</answer>"]
+    trainer = expected_trainer(architecture, tmp_path)
+    trainer.num_generations = 2
+    sampled = [encoded(trainer, text) for text in ("nothing", taught[0], taught[0], "UP")]
+    batch = batch_of(trainer, [0, 0, 1, 1], sampled, [0.0] * 4)
+    without = gradient(trainer, trainer._compute_loss(trainer.model, batch))
+    trainer.expected.thought_coef = 0.5
+    replies = [encoded(trainer, taught[row]) for row in (0, 0, 1, 1)]
+    length = max(map(len, replies))
+    batch["taught_ids"] = torch.tensor([[*ids, *[0] * (length - len(ids))] for ids in replies])
+    batch["taught_mask"] = torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids in replies])
+    found = gradient(trainer, trainer._compute_loss(trainer.model, batch)) - without
+
+    expected = torch.tensor(0.0)
+    for row, text in enumerate(taught):
+        ids, prefix = encoded(trainer, text), encoded(trainer, text.partition("<answer>")[0] + "<answer>")[:-1]
+        log_p_T, _ = plain_scores(trainer.model, prompts_of(trainer)[row], ids)
+        name = names_of(trainer)[ACTIONS.index(text.partition("<answer>")[2].removesuffix("</answer>"))]
+        thought_T = torch.cat([log_p_T[: len(prefix)], log_p_T[len(prefix) + len(name) :]])
+        expected = expected + thought_T.sum()
+    assert_same_gradient(found, gradient(trainer, -0.5 * expected / 2))
+    logged = trainer._metrics["train"]["thought/log_probability"][-1]
+    assert logged == pytest.approx(expected.item() / 2, rel=1e-4)
+
+
 def test_the_expected_loss_rises_along_its_gradient_as_finite_differences_do(tmp_path):
     """Central differences of the loss itself, along its gradient and along a random half of it."""
     trainer = expected_trainer("llama", tmp_path, 0.3)

@@ -89,6 +89,9 @@ class ScriptArguments(WarmStartArguments):
     form_coef: float = field(
         default=0.0, metadata={"help": "Weight of the form's log-odds; raises the thoughts that are sampled, too."}
     )
+    thought_coef: float = field(
+        default=0.0, metadata={"help": "Weight of the taught thought's log-likelihood, rehearsed beside the objective."}
+    )
     packed: bool = field(default=True, metadata={"help": "Train on one row per prompt; false: TRL's own pass."})
     merged_sampling: bool = field(
         default=True,

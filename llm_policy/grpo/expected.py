@@ -30,6 +30,13 @@ neither makes it surer, but 24 such tokens make one completion in twenty malform
 this is the natural gradient again, of "this token or another one". It makes thoughts alike, because it raises whatever
 was sampled: not for a task whose thoughts have work to do.
 
+There `thought_coef` rehearses what the warm start taught, whatever was sampled. At the tokens t of the prompt's taught
+reply besides its action, a mean over the groups,
+
+    thought        - thought_coef sum_t log p_t
+
+Such a thought follows from the map alone: no action is taught by it.
+
 `cloning` (behaviour cloning) and `distillation` are supervision, for comparison. Nothing is sampled: the reply that the
 warm start teaches stands in place of each completion, and its other tokens have advantage 1, so that the whole is plain
 fine-tuning on prompt, thought and label. `distillation` has the optimum of `expected` and `natural`.
@@ -79,6 +86,7 @@ class ExpectedObjective:
         entropy_coef: c, the weight of the entropy (nats) of pi.
         name: a key of `TERMS`.
         form_coef: weight of the form's log-odds.
+        thought_coef: weight of the taught thought's log-likelihood.
     """
 
     def __init__(
@@ -88,6 +96,7 @@ class ExpectedObjective:
         entropy_coef: float,
         name: str = "expected",
         form_coef: float = 0.0,
+        thought_coef: float = 0.0,
     ) -> None:
         self.tokenizer = tokenizer
         self.actions = list(actions)
@@ -95,6 +104,7 @@ class ExpectedObjective:
         self.entropy_coef = entropy_coef
         self.name = name
         self.form_coef = form_coef
+        self.thought_coef = thought_coef
 
     def named_actions(self, completion_ids_BT: torch.Tensor, completion_mask_BT: torch.Tensor) -> list[NamedAction]:
         """One entry for each completion that names a legal action in its usual tokens."""
@@ -108,9 +118,7 @@ class ExpectedObjective:
         return found
 
     def exemplars(self, named: Sequence[NamedAction], group: int) -> list[NamedAction]:
-        """The first well-formed completion of each group of `group`; none where the form has no weight."""
-        if not self.form_coef:
-            return []
+        """The first well-formed completion of each group of `group`."""
         first: dict[int, NamedAction] = {}
         for n in named:
             if n.is_well_formed:
@@ -159,13 +167,22 @@ class ExpectedObjective:
             groups: of the batch, also those without an exemplar: it must not matter how batches are cut up.
             device: of the loss, where no exemplar says it: processes with a GPU each add theirs up there.
         """
-        pairs = zip(log_probabilities, exemplars, strict=True)
-        pieces = [piece_T for log_p_T, n in pairs for piece_T in (log_p_T[: n.start], log_p_T[n.stop :])]
-        log_p_N = torch.cat(pieces or [torch.zeros(0, device=device)])
+        log_p_N = _besides_actions(log_probabilities, exemplars, device)
         failure_N = -torch.expm1(log_p_N.detach())
         is_unsure_N = failure_N > SURE
         log_odds = (log_p_N / failure_N.clamp(min=SURE))[is_unsure_N].sum()  # has their gradient, 1 / (1 - p) dlog p
         return -self.form_coef * log_odds / max(1, groups), {"form/failure_probability": failure_N.sum()}
+
+    def thought_loss(
+        self,
+        log_probabilities: Sequence[torch.Tensor],
+        taught: Sequence[NamedAction],
+        groups: int,
+        device: torch.device | str = "cpu",
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The taught thoughts' loss and the sum of their log-probabilities (nats); arguments as in `form_loss`."""
+        log_p = _besides_actions(log_probabilities, taught, device).sum()
+        return -self.thought_coef * log_p / max(1, groups), {"thought/log_probability": log_p.detach()}
 
 
 # The terms: log-probabilities of the actions' strings (N, A), rewards (N, A), c -> what is to be raised, (N,) ---------
@@ -274,6 +291,15 @@ def find_answer(
         if _text(tokenizer, completion_ids[:start]).endswith("<answer>"):
             return range(start, start + len(wanted))
     return None
+
+
+def _besides_actions(
+    log_probabilities: Sequence[torch.Tensor], named: Sequence[NamedAction], device: torch.device | str
+) -> torch.Tensor:
+    """Of the tokens of these completions those besides the action, one after the other, (N,)."""
+    pairs = zip(log_probabilities, named, strict=True)
+    pieces = [piece_T for log_p_T, n in pairs for piece_T in (log_p_T[: n.start], log_p_T[n.stop :])]
+    return torch.cat(pieces or [torch.zeros(0, device=device)])
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, token_ids: list[int]) -> str:

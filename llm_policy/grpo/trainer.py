@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from peft.tuners.lora import LoraLayer
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOConfig, GRPOTrainer
@@ -92,6 +93,7 @@ class PolicyTrainer(GRPOTrainer):
         action_rewards: Callable[[list[dict]], "torch.Tensor"] | None = None,
         action_entropy_coef: float = 0.0,
         form_coef: float = 0.0,
+        thought_coef: float = 0.0,
         guesses: Callable[[list[dict]], list[list[int]]] | None = None,
         stands_on: Sequence[Path] = (),
         **kwargs,
@@ -103,6 +105,7 @@ class PolicyTrainer(GRPOTrainer):
             action_rewards: dataset rows -> (rows, actions) tensor: reward of a well-formed completion per action.
             action_entropy_coef: c in the formulas of llm_policy/grpo/expected.py.
             form_coef: weight of the form's log-odds there.
+            thought_coef: weight there of the thought that is taught, the one of `guesses`.
             guesses: dataset rows -> token ids of a likely completion of each (llm_policy/sampling.py).
             stands_on: files and folders of the run that one which resumes from a checkpoint needs besides.
         """
@@ -113,6 +116,8 @@ class PolicyTrainer(GRPOTrainer):
             )
         if objective in SUPERVISED and guesses is None:
             raise InputError(f"--objective {objective}: this task has no replies to teach; use --objective grpo")
+        if thought_coef and guesses is None:
+            raise InputError(f"--thought_coef {thought_coef:g}: this task has no thoughts to teach; leave it out")
         super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
         if objective != "grpo" and self.aux_loss_enabled:
             raise InputError(
@@ -127,7 +132,9 @@ class PolicyTrainer(GRPOTrainer):
                 print(line, flush=True)
         self.expected: ExpectedObjective | None = None
         if objective != "grpo":
-            self.expected = ExpectedObjective(self._tokenizer, actions, action_entropy_coef, objective, form_coef)
+            self.expected = ExpectedObjective(
+                self._tokenizer, actions, action_entropy_coef, objective, form_coef, thought_coef
+            )
         self.is_supervised = objective in SUPERVISED
         self.action_rewards = action_rewards
         self.guesses = guesses
@@ -228,6 +235,12 @@ class PolicyTrainer(GRPOTrainer):
             output["action_rewards"] = rewards_BA.float()
             if self.expected.name == "natural" and self.multi_objective_aggregation == "sum_then_normalize":
                 output["advantages"] = self._advantages_without_luck(output, rewards_BA)
+            if self.expected.thought_coef:
+                taught = [torch.tensor(ids, device=rewards_BA.device) for ids in self._guessed_B]
+                output["taught_ids"] = pad_sequence(
+                    taught, batch_first=True, padding_value=self._tokenizer.pad_token_id
+                )
+                output["taught_mask"] = pad_sequence([torch.ones_like(ids) for ids in taught], batch_first=True)
         return output
 
     def _advantages_without_luck(self, output, rewards_BA: torch.Tensor) -> torch.Tensor:
@@ -309,13 +322,20 @@ class PolicyTrainer(GRPOTrainer):
     def _compute_loss(self, model, inputs):
         if not self.packed:
             return super()._compute_loss(model, inputs)
-        named, exemplars = [], []
+        named, exemplars, taught = [], [], []
         if self.expected:
             named = self.expected.named_actions(inputs["completion_ids"], inputs["completion_mask"])
-            exemplars = self.expected.exemplars(named, self.num_generations)
+            if self.expected.form_coef:
+                exemplars = self.expected.exemplars(named, self.num_generations)
             advantages_BT = without_answers(inputs["advantages"], inputs["completion_ids"], named)
-            inputs = {**inputs, "advantages": advantages_BT}
             self._branches = self.expected.branches(named)
+            if self.expected.thought_coef:
+                taught = self.expected.named_actions(inputs["taught_ids"], inputs["taught_mask"])
+                taught = self.expected.exemplars(taught, self.num_generations)
+                for n in taught:
+                    ids = inputs["taught_ids"][n.completion][inputs["taught_mask"][n.completion].bool()]
+                    self._branches.append(Branch(n.completion, 0, tuple(ids.tolist())))
+            inputs = {**inputs, "advantages": advantages_BT}
         only_advantages = self.beta == 0.0 and not self._entropy_bonus_enabled
         only_advantages &= self.top_entropy_quantile == 1.0  # a quantile over all tokens, of skipped completions too
         self._skipped_B = inputs["advantages"].reshape(len(inputs["advantages"]), -1).eq(0).all(1)
@@ -329,14 +349,20 @@ class PolicyTrainer(GRPOTrainer):
             loss = super()._compute_loss(model, inputs)
             if self.expected:
                 rewards_BA = inputs["action_rewards"]
-                term, sums = self.expected.loss(self._branch_log_probabilities, rewards_BA, named)
+                answers = len(self._branch_log_probabilities) - len(taught)
+                term, sums = self.expected.loss(self._branch_log_probabilities[:answers], rewards_BA, named)
                 self._log_means(sums, len(named))
+                groups = -(-len(rewards_BA) // self.num_generations)  # one that is cut counts, as in `exemplars`
                 if self.expected.form_coef:
                     own = [self._own_log_probabilities[n.completion] for n in exemplars]
-                    groups = -(-len(rewards_BA) // self.num_generations)  # one that is cut counts, as in `exemplars`
                     form_term, sums = self.expected.form_loss(own, exemplars, groups, rewards_BA.device)
                     term = term + form_term
                     self._log_means(sums, len(exemplars))
+                if self.expected.thought_coef:
+                    own = self._branch_log_probabilities[answers:]
+                    thought_term, sums = self.expected.thought_loss(own, taught, groups, rewards_BA.device)
+                    term = term + thought_term
+                    self._log_means(sums, len(taught))
                 loss = loss + term / (self.current_gradient_accumulation_steps if self.model.training else 1)
         finally:
             self._skipped_B, self._branches, self._branch_log_probabilities = None, [], []
