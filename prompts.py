@@ -4,12 +4,12 @@ The prompt names what the original left out: where the agent stands (rows and co
 behaves, what the letters mean and what an answer looks like.
 """
 
-from collections.abc import Callable
-
-import numpy as np
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from llm_policy.chat import Messages
-from llm_policy.environments.frozen_lake import ACTIONS, MOVES, Cell, Grid, goal_distances, grid_text
+from llm_policy.environments.frozen_lake import ACTIONS, MOVES, Cell, Grid, grid_text
 from llm_policy.errors import InputError
 
 SYSTEM_PROMPT = (
@@ -170,9 +170,8 @@ def policy_messages(grid: Grid, state: int, is_slippery: bool, observation: str 
 
 
 # Thoughts: what the warm start teaches, (grid, row-major index of the agent's cell) -> text. All of it follows from the
-# map alone, names no action that would be better than another, and needs no more than the sentence before it and a look
-# at the map. `search` names every cell that is no farther from the goal than the agent: at most about 80 tokens on 4x4
-# and 250 on 8x8. The others are about 12, 35 and 90 tokens.
+# map alone, names no action, and needs no more than the words before it and a look at the map. `search` is about 80
+# tokens on 4x4 maps, at most 210. The others are about 12, 35 and 90 tokens.
 
 
 def think_place(grid: Grid, state: int) -> str:
@@ -201,16 +200,51 @@ def think_ways(grid: Grid, state: int) -> str:
 
 
 def think_search(grid: Grid, state: int) -> str:
-    """Cells by their distance from the nearest goal, up to the agent's; behind one that lies beside a hole a `!`."""
-    distance_S = goal_distances(grid)
-    layers: dict[int, list[str]] = {}
-    for other, distance in enumerate(distance_S):
-        if np.isfinite(distance) and distance <= distance_S[state]:
-            cell = _cell(grid, other)
-            is_near_hole = distance > 0 and any(_cell_name(grid, near) == "hole" for near in _beside(cell))
-            layers.setdefault(int(distance), []).append(cell_name(grid, cell) + ("!" if is_near_hole else ""))
-    steps = [f"{number}: {' '.join(layers[number])}" for number in sorted(layers)]
-    return ". ".join(steps) + ("." if np.isfinite(distance_S[state]) else ". No way.")
+    """A search from the goals that looks around each cell it passes, up to the agent's (`search_text`)."""
+
+    def around(cell: Cell) -> list[tuple[Cell, str]]:
+        on_map = [near for near in _beside(cell) if _cell_name(grid, near) != "edge"]
+        return [((row, column), grid[row][column]) for row, column in on_map]
+
+    goals = [_cell(grid, other) for other, letter in enumerate("".join(grid)) if letter == "G"]
+    return search_text(goals, _cell(grid, state), around, partial(cell_name, grid))
+
+
+def search_text(
+    goals: Sequence[Cell],
+    here: Cell,
+    around: Callable[[Cell], Sequence[tuple[Cell, str]]],
+    name: Callable[[Cell], str],
+) -> str:
+    """Breadth first from `goals` until `here` is met: the name of each cell, `>`, and what lies around it.
+
+    That is each cell beside it, by its name and its letter in the map, A for the agent, or `-` where the search has
+    come by already. Last comes the agent's own cell: there a `-` lies on a shortest way. So the next word is always
+    either a name that follows from the words before, or a letter that is looked up.
+
+    Args:
+        around: cell -> the cells beside it, in the order of the actions, with their letters. An H is not entered.
+
+    >>> row = "SFFG"
+    >>> beside = lambda cell: [((0, x), row[x]) for x in (cell[1] - 1, cell[1] + 1) if 0 <= x < len(row)]
+    >>> search_text([(0, 3)], (0, 1), beside, lambda cell: str(cell[1]))
+    '3>2F 2>1A3- 1>0S2-'
+    """
+    queue, seen, steps = deque(goals), set(goals), []
+
+    def step(cell: Cell) -> str:
+        marks = [
+            name(near) + ("-" if near in seen else "A" if near == here else letter) for near, letter in around(cell)
+        ]
+        return f"{name(cell)}>{''.join(marks)}"
+
+    while queue and here not in seen:
+        cell = queue.popleft()
+        steps.append(step(cell))
+        fresh = [near for near, letter in around(cell) if letter != "H" and near not in seen]
+        queue.extend(fresh)
+        seen.update(fresh)
+    return " ".join([*steps, step(here)])
 
 
 def _beside(cell: Cell) -> list[Cell]:

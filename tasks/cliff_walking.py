@@ -15,6 +15,7 @@ SYSTEM_PROMPT = (
 )
 # To the lake's thoughts the map is a lake, with other words
 AS_LAKE, AS_CLIFF = str.maketrans({".": "F", "C": "H"}), {"hole": "cliff", "ice": "ground"}
+LETTERS_AS_CLIFF = str.maketrans({"F": ".", "H": "C"})  # of a search, which has no other capital letters
 
 
 # Parts of an observation: (environment, state) -> text ------------------------------------------------------------
@@ -64,6 +65,8 @@ def reply(cliff: CliffWalking, state: int, action: int, thought: str) -> str:
     text = thought_text(tuple(row.translate(AS_LAKE) for row in cliff.grid), state, thought)
     for of_lake, of_cliff in AS_CLIFF.items():
         text = text.replace(of_lake, of_cliff)
+    if thought == "search":
+        text = text.translate(LETTERS_AS_CLIFF)
     return f"<think>{text}</think><answer>{cliff.actions[action]}</answer>"
 
 

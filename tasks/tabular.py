@@ -412,7 +412,11 @@ def table_task(
         ],
         guess=lambda row: words.reply(*states[row["row"]], 0),
         reward_lines=reward_lines,
-        shown={"policy/success_probability": "success", "policy/optimal_states": "optimal states"},
+        shown={
+            "policy/success_probability": "success",
+            "policy/optimal_states": "optimal states",
+            "sampled/true_thoughts": "true thoughts",
+        },
         source=all_rows,
         lint=findings,
     )

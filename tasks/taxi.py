@@ -1,12 +1,12 @@
 """Taxi: fetch a passenger, bring them to their destination. The words, and the task that the exact expert teaches."""
 
-from collections import deque
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 
 from llm_policy.chat import Messages
 from llm_policy.environments.frozen_lake import Cell
 from llm_policy.environments.toy_text import TAXI_CELLS, TAXI_SIZE, Taxi
+from prompts import search_text
 from tasks.tabular import ComputedExpertArguments, Words, single_environment_judge, single_environment_task
 
 SYSTEM_PROMPT = (
@@ -84,16 +84,20 @@ def think_neighbours(taxi: Taxi, state: int) -> str:
 
 
 def think_search(taxi: Taxi, state: int) -> str:
-    """Cells by their distance from where the taxi has to go next, up to the taxi's own."""
+    """A search from where the taxi has to go next, up to the taxi's own cell (`search_text`)."""
     row, column, passenger, destination = taxi.parts(state)
     goal = destination if passenger == taxi.in_taxi else passenger
-    distance_of = _distances(taxi, taxi.places[goal])
-    layers: dict[int, list[str]] = {}
-    for (y, x), distance in sorted(distance_of.items()):
-        if distance <= distance_of[row, column]:
-            layers.setdefault(distance, []).append(f"{y}{x}")
-    steps = [f"{distance}: {' '.join(layers[distance])}" for distance in sorted(layers)]
-    return f"To {goal}. {'. '.join(steps)}."
+    letter_of = {cell: letter for letter, cell in taxi.places.items()}
+
+    def around(cell: Cell) -> list[tuple[Cell, str]]:
+        beside = [
+            (cell[0] + down, cell[1] + right)
+            for right, down in taxi.arrows.values()
+            if _is_open(taxi, cell, (right, down))
+        ]
+        return [(near, letter_of.get(near, ".")) for near in beside]
+
+    return f"To {goal}. {search_text([taxi.places[goal]], (row, column), around, lambda cell: f'{cell[0]}{cell[1]}')}"
 
 
 THOUGHTS = {"place": think_place, "neighbours": think_neighbours, "search": think_search}
@@ -134,20 +138,6 @@ def _is_open(taxi: Taxi, cell: Cell, arrow: Cell) -> bool:
     (row, column), (right, down) = cell, arrow
     is_inside = 0 <= row + down < TAXI_SIZE and 0 <= column + right < TAXI_SIZE
     return is_inside and not (right and (row, column + min(right, 0)) in taxi.walls)
-
-
-@cache
-def _distances(taxi: Taxi, goal: Cell) -> dict[Cell, int]:
-    """Steps from each cell to `goal`, around the walls."""
-    distance_of, queue = {goal: 0}, deque([goal])
-    while queue:
-        row, column = cell = queue.popleft()
-        for right, down in taxi.arrows.values():
-            beside = row + down, column + right
-            if _is_open(taxi, cell, (right, down)) and beside not in distance_of:
-                distance_of[beside] = distance_of[cell] + 1
-                queue.append(beside)
-    return distance_of
 
 
 def words(observation: str, thought: str) -> Words:

@@ -57,10 +57,9 @@ def test_thoughts_by_hand(thought):
     assert parse_completion(reply(CLIFF, 25, 1, thought)).thought == THINKING[thought]
 
 
-def test_a_search_comes_from_the_goal_and_marks_what_lies_beside_the_cliff():
-    thought = parse_completion(reply(CLIFF, 35, 1, "search")).thought
-    assert thought == "0: 3b. 1: 2b."
-    assert parse_completion(reply(CLIFF, 34, 1, "search")).thought == "0: 3b. 1: 2b. 2: 1b 2a!."
+def test_a_search_comes_from_the_goal_in_the_maps_letters():
+    assert parse_completion(reply(CLIFF, 35, 1, "search")).thought == "3b>3aC2bA 2b>2a.3b-1b."
+    assert parse_completion(reply(CLIFF, 34, 1, "search")).thought == "3b>3aC2b. 2b>2aA3b-1b. 2a>29.3aC2b-1a."
 
 
 def test_cells_are_named():

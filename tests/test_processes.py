@@ -115,7 +115,8 @@ def test_two_processes_end_as_one_does(more, answering_llama, tmp_path):
         assert max(away.values()) < 0.05, (folder, away)
     for expected, found in zip(metrics_of(one), metrics_of(two), strict=True):
         assert expected.keys() == found.keys()
-        for name in expected.keys() & {"reward", "num_tokens", "frac_reward_zero_std", "action/entropy", "thought/log_probability"}:
+        compared = {"reward", "num_tokens", "frac_reward_zero_std", "action/entropy", "thought/log_probability"}
+        for name in expected.keys() & compared:
             assert found[name] == pytest.approx(expected[name], rel=1e-3), (expected["step"], name)
     judged = [json.loads((out / "evaluation.json").read_text())["policies"] for out in (one, two)]
     assert [policy["policy"] for policy in judged[0]] == [policy["policy"] for policy in judged[1]]

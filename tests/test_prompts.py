@@ -1,9 +1,12 @@
 """Every word that the model is told, for every cell."""
 
+import re
+
+import numpy as np
 import pytest
 
 from llm_policy.completions import action_index, parse_completion
-from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
+from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states, goal_distances, random_grids
 from llm_policy.errors import InputError
 from prompts import OBSERVATIONS, THOUGHTS, format_example, observation_text, policy_messages, thought_text
 
@@ -59,15 +62,27 @@ THINKING = [
         "LEFT 31: ice (30: hole, out, 21: ice) 1 on. DOWN out. RIGHT 33: goal. "
         "UP 22: ice (21: ice, 23: hole, 12: ice) 2 on.",
     ),
-    ("search", GRID, 14, "0: 33. 1: 32."),
-    ("search", GRID, 6, "0: 33. 1: 32. 2: 22! 31!. 3: 12! 21!."),
-    ("search", ("SHG", "FHF"), 3, "0: 02. 1: 12!. No way."),
+    ("search", GRID, 14, "33>32A23H 32>31F33-22F"),
+    ("search", GRID, 6, "33>32F23H 32>31F33-22F 31>30H32-21F 22>21-32-23H12A 12>11H22-13H02F"),
+    ("search", ("SHG", "FHF"), 3, "02>01H12F 12>11H02- 10>11H00S"),  # no way
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("thought", "grid", "state", "text"), THINKING)
 def test_thoughts_say_what_is_so(thought, grid, state, text):
     assert thought_text(grid, state, thought) == text
+
+
+@pytest.mark.parametrize("grid", random_grids(5, size=5))
+def test_where_a_search_has_come_by_beside_the_agent_it_is_a_step_nearer_to_a_goal(grid):
+    distance_S = goal_distances(grid)
+    for state in acting_states(grid):
+        own, around = thought_text(grid, state, "search").split()[-1].split(">")
+        assert own == f"{state // 5}{state % 5}"
+        for row, column, mark in re.findall(r"(.)(.)(.)", around):
+            is_nearer = distance_S[5 * int(row) + int(column)] < distance_S[state]
+            assert (mark == "-") == is_nearer
+    assert np.isfinite(distance_S[0])
 
 
 @pytest.mark.parametrize("thought", THOUGHTS)
