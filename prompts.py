@@ -7,6 +7,7 @@ behaves, what the letters mean and what an answer looks like.
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import cycle
 
 from llm_policy.chat import Messages
 from llm_policy.environments.frozen_lake import ACTIONS, MOVES, Cell, Grid, grid_text
@@ -199,6 +200,9 @@ def think_ways(grid: Grid, state: int) -> str:
     return ". ".join(parts) + "."
 
 
+PLACES_IN_QUEUE = "ghijklmnopqrstuvwxyz"  # no letters of a cell's name or of a map; again from the beginning if need be
+
+
 def think_search(grid: Grid, state: int) -> str:
     """A search from the goals that looks around each cell it passes, up to the agent's (`search_text`)."""
 
@@ -218,33 +222,33 @@ def search_text(
 ) -> str:
     """Breadth first from `goals` until `here` is met: the name of each cell, `>`, and what lies around it.
 
-    That is each cell beside it, by its name and its letter in the map, A for the agent, or `-` where the search has
-    come by already. Last comes the agent's own cell: there a `-` lies on a shortest way. So the next word is always
-    either a name that follows from the words before, or a letter that is looked up.
+    That is each cell beside it, by its name and its letter in the map, A for the agent, `-` where the search has come
+    by already, or, where it goes on later, the next of `PLACES_IN_QUEUE`. They say whose turn it is, in their order.
+    Last comes the agent's own cell: there a `-` lies on a shortest way. So every word is a name or a letter that
+    follows from what stands before it, or is looked up there or in the map.
 
     Args:
         around: cell -> the cells beside it, in the order of the actions, with their letters. An H is not entered.
 
-    >>> row = "SFFG"
+    >>> row = "SFFFG"
     >>> beside = lambda cell: [((0, x), row[x]) for x in (cell[1] - 1, cell[1] + 1) if 0 <= x < len(row)]
-    >>> search_text([(0, 3)], (0, 1), beside, lambda cell: str(cell[1]))
-    '3>2F 2>1A3- 1>0S2-'
+    >>> search_text([(0, 4)], (0, 1), beside, lambda cell: f"{cell[0]}{cell[1]}")
+    '04>03g g03>02h04- h02>01A03- A01>00S02-'
     """
-    queue, seen, steps = deque(goals), set(goals), []
-
-    def step(cell: Cell) -> str:
-        marks = [
-            name(near) + ("-" if near in seen else "A" if near == here else letter) for near, letter in around(cell)
-        ]
-        return f"{name(cell)}>{''.join(marks)}"
-
+    queue, places = deque(("", goal) for goal in goals), cycle(PLACES_IN_QUEUE)
+    seen, steps = set(goals), []
     while queue and here not in seen:
-        cell = queue.popleft()
-        steps.append(step(cell))
-        fresh = [near for near, letter in around(cell) if letter != "H" and near not in seen]
-        queue.extend(fresh)
-        seen.update(fresh)
-    return " ".join([*steps, step(here)])
+        place, cell = queue.popleft()
+        marks = []
+        for near, letter in around(cell):
+            if near not in seen and letter != "H":
+                letter = "A" if near == here else next(places)
+                queue.append((letter, near))
+            marks.append(name(near) + ("-" if near in seen else letter))
+        seen.update(near for _, near in queue)
+        steps.append(f"{place}{name(cell)}>{''.join(marks)}")
+    around_agent = [name(near) + ("-" if near in seen else letter) for near, letter in around(here)]
+    return " ".join([*steps, f"A{name(here)}>{''.join(around_agent)}"])
 
 
 def _beside(cell: Cell) -> list[Cell]:

@@ -58,8 +58,8 @@ def test_thoughts_by_hand(thought):
 
 
 def test_a_search_comes_from_the_goal_in_the_maps_letters():
-    assert parse_completion(reply(CLIFF, 35, 1, "search")).thought == "3b>3aC2bA 2b>2a.3b-1b."
-    assert parse_completion(reply(CLIFF, 34, 1, "search")).thought == "3b>3aC2b. 2b>2aA3b-1b. 2a>29.3aC2b-1a."
+    assert parse_completion(reply(CLIFF, 35, 1, "search")).thought == "3b>3aC2bA A2b>2a.3b-1b."
+    assert parse_completion(reply(CLIFF, 34, 1, "search")).thought == "3b>3aC2bg g2b>2aA3b-1bh A2a>29.3aC2b-1a."
 
 
 def test_cells_are_named():

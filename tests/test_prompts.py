@@ -62,9 +62,9 @@ THINKING = [
         "LEFT 31: ice (30: hole, out, 21: ice) 1 on. DOWN out. RIGHT 33: goal. "
         "UP 22: ice (21: ice, 23: hole, 12: ice) 2 on.",
     ),
-    ("search", GRID, 14, "33>32A23H 32>31F33-22F"),
-    ("search", GRID, 6, "33>32F23H 32>31F33-22F 31>30H32-21F 22>21-32-23H12A 12>11H22-13H02F"),
-    ("search", ("SHG", "FHF"), 3, "02>01H12F 12>11H02- 10>11H00S"),  # no way
+    ("search", GRID, 14, "33>32A23H A32>31F33-22F"),
+    ("search", GRID, 6, "33>32g23H g32>31h33-22i h31>30H32-21j i22>21-32-23H12A A12>11H22-13H02F"),
+    ("search", ("SHG", "FHF"), 3, "02>01H12g g12>11H02- A10>11H00S"),  # no way
 ]  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def test_where_a_search_has_come_by_beside_the_agent_it_is_a_step_nearer_to_a_go
     distance_S = goal_distances(grid)
     for state in acting_states(grid):
         own, around = thought_text(grid, state, "search").split()[-1].split(">")
-        assert own == f"{state // 5}{state % 5}"
+        assert own == f"A{state // 5}{state % 5}"
         for row, column, mark in re.findall(r"(.)(.)(.)", around):
             is_nearer = distance_S[5 * int(row) + int(column)] < distance_S[state]
             assert (mark == "-") == is_nearer

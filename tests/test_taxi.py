@@ -75,9 +75,9 @@ def test_thoughts_by_hand():
         return parse_completion(reply(TAXI, state, 0, name)).thought
 
     assert thought(waiting, "neighbours") == "SOUTH 40: Y, NORTH 20: free, EAST wall, WEST out."
-    assert thought(waiting, "search") == "To R. 00>10.01. 10>20.00-11. 01>11-00- 20>30A10-21. 30>40Y20-"
-    assert thought(riding, "search").startswith("To B. 43>33.44. 33>43-23.34. 44>34-43- 23>33-13.24.22.")
-    assert thought(riding, "search").endswith(" 42>32-41A 41>31-42-")
+    assert thought(waiting, "search") == "To R. 00>10g01h g10>20i00-11j h01>11-00- i20>30A10-21k A30>40Y20-"
+    assert thought(riding, "search").startswith("To B. 43>33g44h g33>43-23i34j h44>34-43- i23>33-13k24l22m")
+    assert thought(riding, "search").endswith(" u42>32-41A A41>31-42-")
 
 
 def test_the_room_by_its_cells():
