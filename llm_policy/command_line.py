@@ -151,10 +151,15 @@ def asks_for_help(argv: Sequence[str]) -> bool:
     return bool((HELP | HELP_ALL) & set(argv))
 
 
-def read_option(argv: Sequence[str] | None, name: str, default: str, default_config: Path | None = None) -> str:
+def read_option(
+    argv: Sequence[str] | None, name: str, default: str, default_config: Path | None = None, bare: str | None = None
+) -> str:
     """One option before all others are known: what the last `--name` says, else the YAML file, else `default`.
 
     For an option that decides which other options there are. Nothing is checked here.
+
+    Args:
+        bare: what `--name` says at the end of the line; `default` where it is None.
     """
     rest, config = take_config(sys.argv[1:] if argv is None else list(argv), default_config)
     value = default
@@ -167,7 +172,7 @@ def read_option(argv: Sequence[str] | None, name: str, default: str, default_con
     for i, argument in enumerate(rest):
         flag, equals, given = argument.partition("=")
         if flag in (f"--{name}", f"--{name.replace('_', '-')}"):
-            value = given if equals else next(iter(rest[i + 1 :]), default)
+            value = given if equals else next(iter(rest[i + 1 :]), default if bare is None else bare)
     return value
 
 

@@ -1,5 +1,7 @@
 """Which number format is taken, whatever the processor: the seconds are given, or compared with a margin."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -62,6 +64,8 @@ CONFIGS = {
     "named on the command line": ("dtype: auto\n", ["--dtype", "bfloat16"], ["--bf16", "true"]),
     "mixed precision named": ("dtype: auto\n", ["--bf16", "true"], ["--dtype", "float32"]),
     "mixed precision in the file": ("dtype: float32\nbf16: false\n", [], []),
+    "mixed precision named at the end of the line": ("dtype: float32\n", ["--bf16"], []),
+    "the other mixed precision there": ("dtype: float32\n", ["--fp16"], []),
     "nothing named": ("seed: 1\n", [], []),
     "help": ("dtype: auto\n", ["--help"], []),
 }
@@ -73,6 +77,16 @@ def test_flags(case, seconds, tmp_path):
     seconds(bfloat16=27.0, float32=1.0)
     (tmp_path / "config.yaml").write_text(f"use_cpu: true\n{text}")
     assert number_format.number_format(argv, tmp_path / "config.yaml")[0] == expected
+
+
+def test_use_cpu_at_the_end_of_the_line_is_heard_beside_a_gpu(seconds, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **options: True)
+    seconds(bfloat16=27.0, float32=1.0)
+    (tmp_path / "config.yaml").write_text("dtype: auto\n")
+    given = partial(number_format.number_format, default_config=tmp_path / "config.yaml")
+    assert given(["--use_cpu"])[0] == given(["--use_cpu", "true"])[0] == ["--dtype", "float32", "--bf16", "false"]
+    assert given(["--use_cpu", "false"])[0] == ["--dtype", "bfloat16", "--bf16", "true"]
 
 
 @pytest.mark.parametrize(("begun", "dtype"), [("dtype: bfloat16\n", "bfloat16"), ("seed: 1\n", "float32")])
