@@ -820,3 +820,9 @@ LISTS = [
 @pytest.mark.parametrize(("texts", "expected"), LISTS)
 def test_a_few_seeds_are_listed_and_many_summed_up(texts, expected):
     assert listed(texts) == expected
+
+
+def test_the_most_that_a_value_can_be_stands_behind_it():
+    assert listed(["11", "10"], " of 11") == "11, 10 of 11"
+    assert listed(["11"] * 20, " of 11") == "11 of 11 in all 20"
+    assert listed(["9", "10", "11", "9", "9", "10"], " of 11") == "9 to 11 of 11"

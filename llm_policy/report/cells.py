@@ -37,16 +37,20 @@ def values(rows: Sequence[dict], key: str, decimals: int | None = None) -> str:
     return f"**{np.mean(found):.{decimals}f}** ({listed([f'{value:.{decimals}f}' for value in found])})"
 
 
-def each(seeds: Iterable[dict], value) -> str:
-    return listed([str(value(seed)) for seed in seeds])
+def each(seeds: Iterable[dict], value, of: str = "") -> str:
+    return listed([str(value(seed)) for seed in seeds], of)
 
 
-def listed(texts: Sequence[str]) -> str:
-    """All of a few, else what they have in common or their range; every value is in the seeds' folders."""
+def listed(texts: Sequence[str], of: str = "") -> str:
+    """All of a few, else what they have in common or their range; every value is in the seeds' folders.
+
+    Args:
+        of: the most that a value can be, in words: " of 11".
+    """
     if len(texts) <= FEW:
-        return ", ".join(texts)
+        return f"{', '.join(texts)}{of}"
     if len(set(texts)) == 1:
-        return f"{texts[0]} in all {len(texts)}"
+        return f"{texts[0]}{of} in all {len(texts)}"
     numbers = sorted((text for text in texts if text.replace(".", "").lstrip("-").isdigit()), key=float)
     others = [text for text in dict.fromkeys(texts) if text not in numbers]
-    return ", ".join([f"{numbers[0]} to {numbers[-1]}" if numbers else "", *others]).strip(", ")
+    return ", ".join([f"{numbers[0]} to {numbers[-1]}" if numbers else "", *others]).strip(", ") + of

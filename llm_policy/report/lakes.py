@@ -135,7 +135,7 @@ def results_section(results: Mapping[str, list[dict]]) -> str:
 def trained_greedy(seeds: Sequence[dict]) -> tuple[list[dict], str, str]:
     """The trained greedy policy of each seed, their optimal states, and the verdict of the worst."""
     trained = [seed["policies"][TRAINED] for seed in seeds]
-    states = f"{each(trained, lambda row: format(row['optimal_states'], '.0f'))} of {trained[0]['acting_states']:.0f}"
+    states = each(trained, lambda row: format(row["optimal_states"], ".0f"), f" of {trained[0]['acting_states']:.0f}")
     worst = min(seeds, key=lambda seed: _rank(seed["policies"][TRAINED]))
     return trained, states, worst["verdict"]
 
@@ -167,7 +167,7 @@ def _baseline_rows(seed: dict) -> list[list[object]]:
 def warm_start_row(seeds: Sequence[dict]) -> list[object]:
     """What the form alone comes to, before GRPO: which share of a result is the warm start's."""
     rows = [seed["policies"][WARM_START] for seed in seeds]
-    states = f"{each(rows, lambda row: format(row['optimal_states'], '.0f'))} of {rows[0]['acting_states']:.0f}"
+    states = each(rows, lambda row: format(row["optimal_states"], ".0f"), f" of {rows[0]['acting_states']:.0f}")
     scores = [values(rows, name) for name in ("success_probability", "success_at_horizon")]
     ice = "slippery" if seeds[0]["is_slippery"] else "not slippery"
     return [f"*{WARM_START}, {ice}*", len(seeds), *scores, "", states, "", "", made_by(seeds)]

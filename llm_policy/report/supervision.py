@@ -72,11 +72,11 @@ def flaws_section(results: Mapping[str, list[dict]]) -> str:
             continue
         greedy = [[seed["policies"][TRAINED] for seed in seeds] for seeds in found]
         cells = [values(trained, "success_probability") for trained in greedy]
-        states = listed([f"{row['optimal_states']:.0f}" for trained in greedy for row in trained])
+        of = f" of {greedy[0][0]['acting_states']:.0f}"
+        states = listed([f"{row['optimal_states']:.0f}" for trained in greedy for row in trained], of)
         steps = listed(list(dict.fromkeys(str(last_step(seed)) for seeds in found for seed in seeds)))
         together = [seed for seeds in found for seed in seeds]
-        of_all = f"{states} of {greedy[0][0]['acting_states']:.0f}"
-        rows.append([link(label, SUPERVISION, f"{TAUGHT[0]}_{flaw}"), *cells, of_all, steps, made_by(together)])
+        rows.append([link(label, SUPERVISION, f"{TAUGHT[0]}_{flaw}"), *cells, states, steps, made_by(together)])
     return markdown(headers, rows)
 
 
