@@ -99,14 +99,15 @@ def number_format(argv: Sequence[str], default_config: Path | None, has_bf16: bo
     if asks_for_help(argv):
         return [], ""
     given = partial(read_option, argv, default="", default_config=default_config)
-    on_gpu = torch.cuda.is_available() and given("use_cpu", bare="true").lower() in NOT_SET
+    flag = partial(given, bare="true")
+    on_gpu = torch.cuda.is_available() and flag("use_cpu").lower() in NOT_SET
     dtype, chosen, line = given("dtype"), [], None
     if dtype == "auto":
         begun = begun_with(Path(given("output_dir"))) if given("resume_from_checkpoint") else None
         dtype, line = (begun, f"number format: {begun}, as the run began") if begun else faster_format(on_gpu)
         chosen += ["--dtype", dtype]
     line = cost_of(dtype, on_gpu) or line
-    is_named = given("bf16", bare="true") or given("fp16", bare="true").lower() not in NOT_SET
+    is_named = flag("bf16") or flag("fp16").lower() not in NOT_SET
     if has_bf16 and dtype and not is_named:  # it follows the weights
         chosen += ["--bf16", str(dtype == "bfloat16").lower()]
     return chosen, line or ""

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset
+from tiny_models import ARCHITECTURES
 from tiny_policies import (
     ARCHITECTURE_NAMES,
     adapter_weights,
@@ -925,6 +926,24 @@ def test_supervision_teaches_the_best_action_and_the_taught_thought(objective, t
 def test_an_impossible_objective_is_refused_with_its_flag(options, tmp_path):
     with pytest.raises(InputError, match="--objective"):
         trainer_of(PolicyTrainer, "llama", tmp_path, trainer_options={"objective": "expected"} | options)
+
+
+@pytest.fixture
+def mixture(monkeypatch):
+    """A tiny model with two experts; PEFT adapts their fused weights, which are no linear layers."""
+    settings = {"model_type": "mixtral", "num_local_experts": 2}
+    monkeypatch.setitem(ARCHITECTURES, "mixtral", settings)
+    return "mixtral"
+
+
+def test_a_mixture_of_experts_with_its_balancing_loss_is_refused_with_the_flag_that_helps(mixture, tmp_path):
+    with pytest.raises(InputError, match="balancing loss is not packed; use --router_aux_loss_coef 0"):
+        expected_trainer(mixture, tmp_path)
+
+
+def test_a_mixture_of_experts_without_it_takes_trls_step(mixture, tmp_path):
+    assert not MergedCopy.is_possible(add_random_adapter(random_policy(mixture)))
+    assert_same_step(mixture, tmp_path, router_aux_loss_coef=0.0)
 
 
 # TRL -------------------------------------------------------------------------------------------------------------

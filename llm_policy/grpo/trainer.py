@@ -475,11 +475,12 @@ class MergedCopy:
     def is_possible(model) -> bool:
         """Plain LoRA on unquantised linear layers; anything else is decoded through its adapter."""
         layers = [m for m in model.modules() if isinstance(m, LoraLayer)]
-        plain = all(isinstance(m.get_base_layer(), torch.nn.Linear) and not any(m.use_dora.values()) for m in layers)
-        floating = all(m.get_base_layer().weight.is_floating_point() for m in layers)
+        bases = [m.get_base_layer() for m in layers]
+        linear = all(isinstance(base, torch.nn.Linear) and base.weight.is_floating_point() for base in bases)
+        plain = linear and not any(any(m.use_dora.values()) for m in layers)
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
         matrices = all(".lora_" in name and name.endswith(".weight") for name in trained)  # no biases, whole modules
-        return bool(layers) and plain and floating and matrices
+        return bool(layers) and plain and matrices
 
     @staticmethod
     def has_room(model) -> bool:
