@@ -92,9 +92,11 @@ def _around(grid: Grid, state: int, name: Callable[[Cell, Cell], str]) -> str:
 
 
 def _cell_name(grid: Grid, cell: Cell) -> str:
-    row, column = cell
-    inside = 0 <= row < len(grid) and 0 <= column < len(grid[0])
-    return _LETTER_NAMES[grid[row][column]] if inside else "edge"
+    return _LETTER_NAMES[grid[cell[0]][cell[1]]] if _is_on_map(grid, cell) else "edge"
+
+
+def _is_on_map(grid: Grid, cell: Cell) -> bool:
+    return 0 <= cell[0] < len(grid) and 0 <= cell[1] < len(grid[0])
 
 
 CELL_NAMES = "0123456789abcdef"  # of rows and of columns, so that a cell's name is always two characters
@@ -200,55 +202,63 @@ def think_ways(grid: Grid, state: int) -> str:
     return ". ".join(parts) + "."
 
 
-PLACES_IN_QUEUE = "ghijklmnopqrstuvwxyz"  # no letters of a cell's name or of a map; again from the beginning if need be
+TURNS = "ghijklmnopqrstuvwxyz"  # no letters of a cell's name or of a map; again from the beginning if need be
 
 
-def think_search(grid: Grid, state: int) -> str:
+def think_search(grid: Grid, state: int, hole: str = "H") -> str:
     """A search from the goals that looks around each cell it passes, up to the agent's (`search_text`)."""
 
-    def around(cell: Cell) -> list[tuple[Cell, str]]:
-        on_map = [near for near in _beside(cell) if _cell_name(grid, near) != "edge"]
-        return [((row, column), grid[row][column]) for row, column in on_map]
+    def around(cell: Cell) -> list[tuple[str, Cell, str]]:
+        beside = zip(ACTIONS, _beside(cell), strict=True)
+        return [(action, (r, c), grid[r][c]) for action, (r, c) in beside if _is_on_map(grid, (r, c))]
 
     goals = [_cell(grid, other) for other, letter in enumerate("".join(grid)) if letter == "G"]
-    return search_text(goals, _cell(grid, state), around, partial(cell_name, grid))
+    return search_text(goals, _cell(grid, state), around, partial(cell_name, grid), hole)
 
 
 def search_text(
     goals: Sequence[Cell],
     here: Cell,
-    around: Callable[[Cell], Sequence[tuple[Cell, str]]],
+    around: Callable[[Cell], Sequence[tuple[str, Cell, str]]],
     name: Callable[[Cell], str],
+    hole: str = "H",
 ) -> str:
-    """Breadth first from `goals` until `here` is met: the name of each cell, `>`, and what lies around it.
+    """Breadth first from `goals` until `here` is met: a line per cell, its name, `>`, and what lies around it.
 
-    That is each cell beside it, by its name and its letter in the map, A for the agent, `-` where the search has come
-    by already, or, where it goes on later, the next of `PLACES_IN_QUEUE`. They say whose turn it is, in their order.
-    Last comes the agent's own cell: there a `-` lies on a shortest way. So every word is a name or a letter that
-    follows from what stands before it, or is looked up there or in the map.
+    That is each cell beside it by its name, and `-` where the search has come by already, the hole's letter, or, where
+    it goes on later, the next of `TURNS` (A for the agent) and the name again, which stand so once more when its turn
+    has come. Last is the agent's own cell, with the action to each cell beside it: there a `-` lies on a shortest way.
+    So every word follows from what stands before it, or is looked up there or in the map.
 
     Args:
-        around: cell -> the cells beside it, in the order of the actions, with their letters. An H is not entered.
+        around: cell -> the cells beside it: action, cell, letter, in the order of the actions.
+        hole: a letter that is not entered.
 
     >>> row = "SFFFG"
-    >>> beside = lambda cell: [((0, x), row[x]) for x in (cell[1] - 1, cell[1] + 1) if 0 <= x < len(row)]
-    >>> search_text([(0, 4)], (0, 1), beside, lambda cell: f"{cell[0]}{cell[1]}")
-    '04>03g g03>02h04- h02>01A03- A01>00S02-'
+    >>> def beside(cell):
+    ...     sides = (("LEFT", cell[1] - 1), ("RIGHT", cell[1] + 1))
+    ...     return [(action, (0, x), row[x]) for action, x in sides if 0 <= x < len(row)]
+    >>> print(search_text([(0, 4)], (0, 1), beside, lambda cell: f"{cell[0]}{cell[1]}"))
+    04>03g03
+    g03>02h02 04-
+    h02>01A01 03-
+    A01> LEFT 00S RIGHT 02-
     """
-    queue, places = deque(("", goal) for goal in goals), cycle(PLACES_IN_QUEUE)
-    seen, steps = set(goals), []
+    queue, turns = deque(("", goal) for goal in goals), cycle(TURNS)
+    seen, lines = set(goals), []
     while queue and here not in seen:
-        place, cell = queue.popleft()
+        turn, cell = queue.popleft()
         marks = []
-        for near, letter in around(cell):
-            if near not in seen and letter != "H":
-                letter = "A" if near == here else next(places)
-                queue.append((letter, near))
-            marks.append(name(near) + ("-" if near in seen else letter))
+        for _, near, letter in around(cell):
+            mark = "-" if near in seen else letter
+            if mark not in ("-", hole):
+                queue.append(("A" if near == here else next(turns), near))
+                mark = queue[-1][0] + name(near)
+            marks.append(name(near) + mark)
         seen.update(near for _, near in queue)
-        steps.append(f"{place}{name(cell)}>{''.join(marks)}")
-    around_agent = [name(near) + ("-" if near in seen else letter) for near, letter in around(here)]
-    return " ".join([*steps, f"A{name(here)}>{''.join(around_agent)}"])
+        lines.append(f"{turn}{name(cell)}>{' '.join(marks)}")
+    beside_agent = [f"{action} {name(near)}{'-' if near in seen else letter}" for action, near, letter in around(here)]
+    return "\n".join([*lines, f"A{name(here)}> {' '.join(beside_agent)}"])
 
 
 def _beside(cell: Cell) -> list[Cell]:

@@ -5,7 +5,7 @@ from functools import partial
 
 from llm_policy.chat import Messages
 from llm_policy.environments.toy_text import CliffWalking
-from prompts import THOUGHTS, named_cells, named_position, position, thought_text
+from prompts import THOUGHTS, named_cells, named_position, position, think_search, thought_text
 from tasks.tabular import ComputedExpertArguments, Words, single_environment_judge, single_environment_task
 
 SYSTEM_PROMPT = (
@@ -13,9 +13,8 @@ SYSTEM_PROMPT = (
     "you. Each step costs 1. The cliff costs 100 and puts you back on the start. "
     "Reply <think>thought</think><answer>ACTION</answer>, ACTION is UP, RIGHT, DOWN or LEFT."
 )
-# To the lake's thoughts the map is a lake, with other words
+# To the lake's other thoughts the map is a lake, with other words
 AS_LAKE, AS_CLIFF = str.maketrans({".": "F", "C": "H"}), {"hole": "cliff", "ice": "ground"}
-LETTERS_AS_CLIFF = str.maketrans({"F": ".", "H": "C"})  # of a search, which has no other capital letters
 
 
 # Parts of an observation: (environment, state) -> text ------------------------------------------------------------
@@ -62,11 +61,12 @@ def messages(cliff: CliffWalking, state: int, observation: str) -> Messages:
 
 def reply(cliff: CliffWalking, state: int, action: int, thought: str) -> str:
     """A well-formed reply for the warm start, whatever `action` is: it says what is so and takes it."""
-    text = thought_text(tuple(row.translate(AS_LAKE) for row in cliff.grid), state, thought)
-    for of_lake, of_cliff in AS_CLIFF.items():
-        text = text.replace(of_lake, of_cliff)
     if thought == "search":
-        text = text.translate(LETTERS_AS_CLIFF)
+        text = think_search(cliff.grid, state, hole="C")
+    else:
+        text = thought_text(tuple(row.translate(AS_LAKE) for row in cliff.grid), state, thought)
+        for of_lake, of_cliff in AS_CLIFF.items():
+            text = text.replace(of_lake, of_cliff)
     return f"<think>{text}</think><answer>{cliff.actions[action]}</answer>"
 
 

@@ -89,13 +89,13 @@ def think_search(taxi: Taxi, state: int) -> str:
     goal = destination if passenger == taxi.in_taxi else passenger
     letter_of = {cell: letter for letter, cell in taxi.places.items()}
 
-    def around(cell: Cell) -> list[tuple[Cell, str]]:
+    def around(cell: Cell) -> list[tuple[str, Cell, str]]:
         beside = [
-            (cell[0] + down, cell[1] + right)
-            for right, down in taxi.arrows.values()
+            (taxi.actions[action], (cell[0] + down, cell[1] + right))
+            for action, (right, down) in taxi.arrows.items()
             if _is_open(taxi, cell, (right, down))
         ]
-        return [(near, letter_of.get(near, ".")) for near in beside]
+        return [(action, near, letter_of.get(near, ".")) for action, near in beside]
 
     return f"To {goal}. {search_text([taxi.places[goal]], (row, column), around, lambda cell: f'{cell[0]}{cell[1]}')}"
 

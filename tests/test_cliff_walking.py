@@ -58,8 +58,11 @@ def test_thoughts_by_hand(thought):
 
 
 def test_a_search_comes_from_the_goal_in_the_maps_letters():
-    assert parse_completion(reply(CLIFF, 35, 1, "search")).thought == "3b>3aC2bA A2b>2a.3b-1b."
-    assert parse_completion(reply(CLIFF, 34, 1, "search")).thought == "3b>3aC2bg g2b>2aA3b-1bh A2a>29.3aC2b-1a."
+    def thought(state):
+        return parse_completion(reply(CLIFF, state, 1, "search")).thought.splitlines()
+
+    assert thought(35) == ["3b>3aC 2bA2b", "A2b> LEFT 2a. DOWN 3b- UP 1b."]
+    assert thought(34) == ["3b>3aC 2bg2b", "g2b>2aA2a 3b- 1bh1b", "A2a> LEFT 29. DOWN 3aC RIGHT 2b- UP 1a."]
 
 
 def test_cells_are_named():

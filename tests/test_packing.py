@@ -206,8 +206,9 @@ def test_the_row_of_the_docstring():
     packed = pack_groups([[1, 2, 3]] * 3, [[4, 5, 6], [4, 5, 7], [8, 9]])
     assert packed.input_ids_PL.tolist() == [[1, 2, 3, 4, 5, 8]]
     assert packed.position_ids_PL.tolist() == [[0, 1, 2, 3, 4, 3]]
-    assert packed.predictor_N.tolist() == [2, 3, 4, 2, 3, 4, 2, 5]
-    assert packed.labels_N.tolist() == [4, 5, 6, 4, 5, 7, 8, 9]
+    assert packed.predictor_U.tolist() == [2, 3, 4, 4, 2, 5]
+    assert packed.labels_U.tolist() == [4, 5, 6, 7, 8, 9]
+    assert packed.scored_N.tolist() == [0, 1, 2, 0, 1, 3, 4, 5]
     assert packed.sight.visible()[0].int().tolist() == [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
@@ -226,7 +227,7 @@ def test_the_rows_of_completions_that_share_none(alone):
     assert packed.input_ids_PL.tolist() == [[3, 4, 5], [3, 4, 0], [7, 8, 0]]
     assert packed.position_ids_PL[:, 0].tolist() == [2, 2, 1]
     assert packed.sight.visible()[:, 0].int().tolist() == [[1, 1, 1, 0, 0], [1, 1, 1, 0, 0], [1, 0, 1, 0, 0]]
-    assert packed.predictor_N.tolist() == [0, 1, 2, 3, 4, 6, 7]
+    assert packed.predictor_U[packed.scored_N].tolist() == [0, 1, 2, 3, 4, 6, 7]
 
 
 def test_completions_share_a_row_as_long_as_that_is_cheaper():

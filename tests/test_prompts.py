@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from llm_policy.completions import action_index, parse_completion
-from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states, goal_distances, random_grids
+from llm_policy.environments.frozen_lake import (
+    ACTIONS,
+    CANONICAL_GRIDS,
+    MOVES,
+    acting_states,
+    goal_distances,
+    random_grids,
+)
 from llm_policy.errors import InputError
 from prompts import OBSERVATIONS, THOUGHTS, format_example, observation_text, policy_messages, thought_text
 
@@ -62,26 +69,31 @@ THINKING = [
         "LEFT 31: ice (30: hole, out, 21: ice) 1 on. DOWN out. RIGHT 33: goal. "
         "UP 22: ice (21: ice, 23: hole, 12: ice) 2 on.",
     ),
-    ("search", GRID, 14, "33>32A23H A32>31F33-22F"),
-    ("search", GRID, 6, "33>32g23H g32>31h33-22i h31>30H32-21j i22>21-32-23H12A A12>11H22-13H02F"),
-    ("search", ("SHG", "FHF"), 3, "02>01H12g g12>11H02- A10>11H00S"),  # no way
+    ("search", GRID, 14, "33>32A32 23H|A32> LEFT 31F RIGHT 33- UP 22F"),
+    (
+        "search", GRID, 6,
+        "33>32g32 23H|g32>31h31 33- 22i22|h31>30H 32- 21j21|"
+        "i22>21- 32- 23H 12A12|A12> LEFT 11H DOWN 22- RIGHT 13H UP 02F",
+    ),
+    ("search", ("SHG", "FHF"), 3, "02>01H 12g12|g12>11H 02-|A10> RIGHT 11H UP 00S"),  # no way
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("thought", "grid", "state", "text"), THINKING)
 def test_thoughts_say_what_is_so(thought, grid, state, text):
-    assert thought_text(grid, state, thought) == text
+    assert thought_text(grid, state, thought).replace("\n", "|") == text
 
 
 @pytest.mark.parametrize("grid", random_grids(5, size=5))
 def test_where_a_search_has_come_by_beside_the_agent_it_is_a_step_nearer_to_a_goal(grid):
     distance_S = goal_distances(grid)
     for state in acting_states(grid):
-        own, around = thought_text(grid, state, "search").split()[-1].split(">")
+        own, beside = thought_text(grid, state, "search").splitlines()[-1].split("> ")
         assert own == f"A{state // 5}{state % 5}"
-        for row, column, mark in re.findall(r"(.)(.)(.)", around):
-            is_nearer = distance_S[5 * int(row) + int(column)] < distance_S[state]
-            assert (mark == "-") == is_nearer
+        for action, row, column, mark in re.findall(r"(\w+) (.)(.)(.)", beside):
+            down, right = MOVES[ACTIONS.index(action)]
+            assert (int(row), int(column)) == (state // 5 + down, state % 5 + right)
+            assert (mark == "-") == (distance_S[5 * int(row) + int(column)] < distance_S[state])
     assert np.isfinite(distance_S[0])
 
 

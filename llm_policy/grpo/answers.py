@@ -208,16 +208,16 @@ def _packed_scores(
     plain.eval()
     try:
         prefix = behind_prefix(plain, packed)
-        with prefix, only_positions(plain.base_model, packed.predictor_N):
-            logits_NV = plain(
+        with prefix, only_positions(plain.base_model, packed.predictor_U):
+            logits_UV = plain(
                 input_ids=packed.input_ids_PL,
                 position_ids=packed.position_ids_PL,
                 attention_mask=attention_mask(plain, packed.sight),
             ).logits[0]
     finally:
         plain.train(was_training)
-    scores_N = logits_NV.float().log_softmax(-1).gather(1, packed.labels_N[:, None])[:, 0]
-    scores = iter(packed.split(scores_N.cpu())[0])  # not one by one from a GPU
+    scores_U = logits_UV.float().log_softmax(-1).gather(1, packed.labels_U[:, None])[:, 0]
+    scores = iter(packed.split(scores_U[packed.scored_N].cpu())[0])  # not one by one from a GPU
     return np.array(
         [
             _thought_and_answers([next(scores) for _ in whole], [_shared(given, ids) for ids in whole])

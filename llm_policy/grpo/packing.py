@@ -1,7 +1,7 @@
 """All completions of one prompt in one row, a tree of tokens: what they have in common is computed once.
 
 Axes: P rows, L places in a row, K places of the shared prefix, Q prompts that stand before rows, J places of those,
-M = K + J + L keys, N scored tokens.
+M = K + J + L keys, N scored tokens, U different ones.
 
 Two tokens of a row are one where all before them is equal, too: a prompt stands once before all its completions, and
 completions that begin alike (after the warm start they all do) part where they differ. A token sees itself and what
@@ -71,15 +71,17 @@ class Prompts:
 class PackedGroups:
     """P rows of L tokens behind K tokens that they share, and where in the rows the N scored tokens are predicted.
 
-    Scored tokens are ordered: all completions in the order given, token by token, then all branches.
+    Scored tokens are ordered: all completions in the order given, token by token, then all branches. What several of
+    them share is scored once: U different ones.
     """
 
     prefix_ids_K: torch.Tensor
     input_ids_PL: torch.Tensor
     position_ids_PL: torch.Tensor
     sight: Sight  # of M keys: prefix, prompt, row
-    predictor_N: torch.Tensor  # index into the flattened P * L positions
-    labels_N: torch.Tensor  # token ids
+    predictor_U: torch.Tensor  # index into the flattened P * L positions
+    labels_U: torch.Tensor  # token ids
+    scored_N: torch.Tensor  # which of the U each one is
     completion_lengths: list[int]
     branch_lengths: list[int]
     prompts: Prompts | None = None  # None: each row begins with its prompt
@@ -105,7 +107,7 @@ def pack_groups(
     Args:
         prompts: token ids of each completion's prompt (B lists, at least one token each).
         completions: token ids of each completion (B lists, at least one token each).
-        branches: alternatives to score; their tokens come after the completions' in `predictor_N`.
+        branches: alternatives to score; their tokens come after the completions'.
         share_prefix: whether what all prompts begin with is taken out of the rows.
         silent: completions (by number) that are not scored; only what their branches need of them is computed.
         pairs_per_token: so many comparisons of two tokens cost as much as the rest of the model does for one token
@@ -143,13 +145,17 @@ def pack_groups(
         positions_before_PK = torch.cat([positions_before_PK, positions_QJ[prompt_P]], dim=1)
         firsts_P1 = firsts_P1 + lengths_P[:, None]
     positions_PL = depths_PL + firsts_P1
+    tokens_N = [token for _, _, tokens in paths for token in tokens]
+    pairs = list(zip(rows.predictors(tokens_PL.size(1)), tokens_N, strict=True))
+    different = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
     return PackedGroups(
         prefix_ids_K=torch.tensor(prompts[0][:shared], dtype=torch.long, device=device),
         input_ids_PL=tokens_PL,
         position_ids_PL=positions_PL,
         sight=_behind(positions_before_PK, positions_PL, numbers_PL, ends_PL, is_real_PJ),
-        predictor_N=torch.tensor(rows.predictors(tokens_PL.size(1)), device=device),
-        labels_N=torch.tensor([token for _, _, tokens in paths for token in tokens], device=device),
+        predictor_U=torch.tensor([place for place, _ in different], device=device),
+        labels_U=torch.tensor([token for _, token in different], device=device),
+        scored_N=torch.tensor([different[pair] for pair in pairs], device=device),
         completion_lengths=[len(completion) for completion in scored],
         branch_lengths=[len(branch.token_ids) for branch in branches],
         prompts=packed_prompts,
@@ -406,11 +412,14 @@ def packed_log_probabilities(
     is_autocast = torch.is_autocast_enabled(packed.input_ids_PL.device.type)
     is_recomputed = plain_model.is_activation_checkpointing  # after this block, with the casts
     uncast = disable_input_dtype_casting(model, active=is_autocast and not is_recomputed)
-    with prefix, only_positions(backbone, packed.predictor_N), uncast:
+    with prefix, only_positions(backbone, packed.predictor_U), uncast:
         if own_head and finds_gradient_on_the_way(plain_model):
             with kept_from_head(backbone) as hidden:
                 model(**inputs, use_cache=False)
             weight_VH = plain_model.get_output_embeddings().weight
-            return TokenLogProbabilities.apply(hidden[0][0], weight_VH, packed.labels_N, temperature)
-        output = model(**inputs, shift_labels=packed.labels_N.unsqueeze(0), fused_lm_head=True)
-    return output.log_probs[0], output.entropy[0]
+            scored_U = TokenLogProbabilities.apply(hidden[0][0], weight_VH, packed.labels_U, temperature)
+        else:
+            output = model(**inputs, shift_labels=packed.labels_U.unsqueeze(0), fused_lm_head=True)
+            scored_U = output.log_probs[0], output.entropy[0]
+    log_probabilities_U, entropies_U = scored_U
+    return log_probabilities_U[packed.scored_N], entropies_U[packed.scored_N]
