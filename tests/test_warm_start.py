@@ -64,6 +64,18 @@ def test_the_loss_falls(architecture):
     assert after["loss"] < before["loss"] / 2
 
 
+def test_the_rate_falls_over_the_second_half(monkeypatch):
+    rates, step = [], torch.optim.AdamW.step
+
+    def spying(self, *arguments):
+        rates.append(self.param_groups[0]["lr"])
+        return step(self, *arguments)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spying)
+    taught(max_steps=8, learning_rate=0.01)
+    assert rates == pytest.approx([0.01] * 5 + [0.0075, 0.005, 0.0025])
+
+
 def test_every_prompt_is_taught_each_action_exactly_once(batches):
     """So there is no label in it to leak: Q-values are no argument, and no action is preferred for any state."""
     taught(prompts_per_step=5, max_steps=4)

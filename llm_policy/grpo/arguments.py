@@ -70,7 +70,9 @@ class WarmStartArguments:
     warm_start: str = field(default="auto", metadata={"help": "Teach the form first: auto, always or never."})
     warm_start_steps: int = field(default=60, metadata={"help": "At most so many steps of it."})
     warm_start_prompts: int = field(default=11, metadata={"help": "Prompts per step, each with all its replies."})
-    warm_start_learning_rate: float = field(default=1e-3, metadata={"help": "Its learning rate (AdamW, constant)."})
+    warm_start_learning_rate: float = field(
+        default=1e-3, metadata={"help": "Its learning rate (AdamW), which falls over the second half."}
+    )
     warm_start_threshold: float = field(default=0.9, metadata={"help": "Share of well-formed samples that ends it."})
     warm_start_folder: str = field(
         default="", metadata={"help": "Share it with other runs of the same seed, in this folder. Default: the run's."}

@@ -162,6 +162,7 @@ def teach_format(
         lessons: prompts to draw from, with the replies that each is taught.
         is_reply: as for `sampled_format_validity`.
         prompts_per_step: distinct prompts per step, each with all its replies.
+        learning_rate: over the second half of `max_steps` it falls linearly to nothing.
         should_stop: asked after every step; True leaves early (the caller then throws the adapter away).
         unfinished: where an interrupted call left off, and where this one leaves what it has.
 
@@ -188,6 +189,8 @@ def teach_format(
     try:
         last = max_steps if report["format_validity"] < threshold else 0  # killed between the last step and the end
         for step in range(report["steps"] + 1, last + 1):
+            for group in optimizer.param_groups:  # at the full rate a long thought stays unsure
+                group["lr"] = learning_rate * min(1.0, 2 * (1 - (step - 1) / max_steps))
             order = torch.randperm(len(lessons), generator=generator)[:prompts_per_step].tolist()
             loss = torch.zeros((), device=device)
             chunks = range(0, len(order), prompts_per_pass)
