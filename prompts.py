@@ -173,8 +173,8 @@ def policy_messages(grid: Grid, state: int, is_slippery: bool, observation: str 
 
 
 # Thoughts: what the warm start teaches, (grid, row-major index of the agent's cell) -> text. All of it follows from the
-# map alone, names no action, and needs no more than the words before it and a look at the map. `search` is about 80
-# tokens on 4x4 maps, at most 210. The others are about 12, 35 and 90 tokens.
+# map alone, prefers no action, and needs no more than the words before it and a look at the map. In order they are 11,
+# 26, 67 and 119 tokens in the mean of 300 maps of 4x4, and at most 11, 30, 107 and 273.
 
 
 def think_place(grid: Grid, state: int) -> str:
@@ -227,8 +227,8 @@ def search_text(
 
     That is each cell beside it by its name, and `-` where the search has come by already, the hole's letter, or, where
     it goes on later, the next of `TURNS` (A for the agent) and the name again, which stand so once more when its turn
-    has come. Last is the agent's own cell, with the action to each cell beside it: there a `-` lies on a shortest way.
-    So every word follows from what stands before it, or is looked up there or in the map.
+    has come. Last is the agent's own cell, and each cell beside it, its mark and the action that leads there: a `-` is
+    on a shortest way. So every word follows from what stands before it, or is looked up there or in the map.
 
     Args:
         around: cell -> the cells beside it: action, cell, letter, in the order of the actions.
@@ -242,7 +242,7 @@ def search_text(
     04>03g03
     g03>02h02 04-
     h02>01A01 03-
-    A01> LEFT 00S RIGHT 02-
+    A01> 00SLEFT 02-RIGHT
     """
     queue, turns = deque(("", goal) for goal in goals), cycle(TURNS)
     seen, lines = set(goals), []
@@ -257,7 +257,8 @@ def search_text(
             marks.append(name(near) + mark)
         seen.update(near for _, near in queue)
         lines.append(f"{turn}{name(cell)}>{' '.join(marks)}")
-    beside_agent = [f"{action} {name(near)}{'-' if near in seen else letter}" for action, near, letter in around(here)]
+    # The mark directly before the action: a model that attends to what stood behind a `-` copies it into the answer
+    beside_agent = [f"{name(near)}{'-' if near in seen else letter}{action}" for action, near, letter in around(here)]
     return "\n".join([*lines, f"A{name(here)}> {' '.join(beside_agent)}"])
 
 

@@ -69,13 +69,13 @@ THINKING = [
         "LEFT 31: ice (30: hole, out, 21: ice) 1 on. DOWN out. RIGHT 33: goal. "
         "UP 22: ice (21: ice, 23: hole, 12: ice) 2 on.",
     ),
-    ("search", GRID, 14, "33>32A32 23H|A32> LEFT 31F RIGHT 33- UP 22F"),
+    ("search", GRID, 14, "33>32A32 23H|A32> 31FLEFT 33-RIGHT 22FUP"),
     (
         "search", GRID, 6,
         "33>32g32 23H|g32>31h31 33- 22i22|h31>30H 32- 21j21|"
-        "i22>21- 32- 23H 12A12|A12> LEFT 11H DOWN 22- RIGHT 13H UP 02F",
+        "i22>21- 32- 23H 12A12|A12> 11HLEFT 22-DOWN 13HRIGHT 02FUP",
     ),
-    ("search", ("SHG", "FHF"), 3, "02>01H 12g12|g12>11H 02-|A10> RIGHT 11H UP 00S"),  # no way
+    ("search", ("SHG", "FHF"), 3, "02>01H 12g12|g12>11H 02-|A10> 11HRIGHT 00SUP"),  # no way
 ]  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def test_where_a_search_has_come_by_beside_the_agent_it_is_a_step_nearer_to_a_go
     for state in acting_states(grid):
         own, beside = thought_text(grid, state, "search").splitlines()[-1].split("> ")
         assert own == f"A{state // 5}{state % 5}"
-        for action, row, column, mark in re.findall(r"(\w+) (.)(.)(.)", beside):
+        for row, column, mark, action in re.findall(r"(\S)(\S)(\S)([A-Z]+)", beside):
             down, right = MOVES[ACTIONS.index(action)]
             assert (int(row), int(column)) == (state // 5 + down, state % 5 + right)
             assert (mark == "-") == (distance_S[5 * int(row) + int(column)] < distance_S[state])

@@ -81,7 +81,7 @@ class PackedGroups:
     sight: Sight  # of M keys: prefix, prompt, row
     predictor_U: torch.Tensor  # index into the flattened P * L positions
     labels_U: torch.Tensor  # token ids
-    scored_N: torch.Tensor  # which of the U each one is
+    scored_N: torch.Tensor  # index into the U
     completion_lengths: list[int]
     branch_lengths: list[int]
     prompts: Prompts | None = None  # None: each row begins with its prompt
@@ -417,9 +417,8 @@ def packed_log_probabilities(
             with kept_from_head(backbone) as hidden:
                 model(**inputs, use_cache=False)
             weight_VH = plain_model.get_output_embeddings().weight
-            scored_U = TokenLogProbabilities.apply(hidden[0][0], weight_VH, packed.labels_U, temperature)
+            log_p_U, entropy_U = TokenLogProbabilities.apply(hidden[0][0], weight_VH, packed.labels_U, temperature)
         else:
             output = model(**inputs, shift_labels=packed.labels_U.unsqueeze(0), fused_lm_head=True)
-            scored_U = output.log_probs[0], output.entropy[0]
-    log_probabilities_U, entropies_U = scored_U
-    return log_probabilities_U[packed.scored_N], entropies_U[packed.scored_N]
+            log_p_U, entropy_U = output.log_probs[0], output.entropy[0]
+    return log_p_U[packed.scored_N], entropy_U[packed.scored_N]
