@@ -227,8 +227,8 @@ def search_text(
 
     That is each cell beside it by its name, and `-` where the search has come by already, the hole's letter, or, where
     it goes on later, the next of `TURNS` (A for the agent) and the name again, which stand so once more when its turn
-    has come. Last is the agent's own cell, and each cell beside it, its mark and the action that leads there: a `-` is
-    on a shortest way. So every word follows from what stands before it, or is looked up there or in the map.
+    has come. Last is the agent's own cell, with each cell beside it, a mark, and the action that leads there: `-` is on
+    a shortest way, `!` a hole. So every word follows from what stands before it, or is looked up there or in the map.
 
     Args:
         around: cell -> the cells beside it: action, cell, letter, in the order of the actions.
@@ -242,7 +242,7 @@ def search_text(
     04>03g03
     g03>02h02 04-
     h02>01A01 03-
-    A01> 00SLEFT 02-RIGHT
+    A01> 00.LEFT 02-RIGHT
     """
     queue, turns = deque(("", goal) for goal in goals), cycle(TURNS)
     seen, lines = set(goals), []
@@ -258,7 +258,10 @@ def search_text(
         seen.update(near for _, near in queue)
         lines.append(f"{turn}{name(cell)}>{' '.join(marks)}")
     # The mark directly before the action: a model that attends to what stood behind a `-` copies it into the answer
-    beside_agent = [f"{name(near)}{'-' if near in seen else letter}{action}" for action, near, letter in around(here)]
+    marked = (
+        (near, "-" if near in seen else "!" if letter == hole else ".", action) for action, near, letter in around(here)
+    )
+    beside_agent = [f"{name(near)}{mark}{action}" for near, mark, action in marked]
     return "\n".join([*lines, f"A{name(here)}> {' '.join(beside_agent)}"])
 
 

@@ -77,7 +77,7 @@ def test_thoughts_by_hand():
     assert thought(waiting, "neighbours") == "SOUTH 40: Y, NORTH 20: free, EAST wall, WEST out."
     assert thought(waiting, "search").splitlines() == [
         "To R. 00>10g10 01h01", "g10>20i20 00- 11j11", "h01>11- 00-", "i20>30A30 10- 21k21",
-        "A30> 40YSOUTH 20-NORTH",
+        "A30> 40.SOUTH 20-NORTH",
     ]  # fmt: skip
     lines = thought(riding, "search").splitlines()
     assert lines[:4] == ["To B. 43>33g33 44h44", "g33>43- 23i23 34j34", "h44>34- 43-", "i23>33- 13k13 24l24 22m22"]
