@@ -35,6 +35,7 @@ from llm_policy.errors import EXIT_INPUT_ERROR, OPTION_ERRORS, InputError, disk_
 from llm_policy.grpo import arguments as rules
 from llm_policy.grpo import lifecycle
 from llm_policy.grpo.diagnostics import MetricsFile, PolicyDiagnostics
+from llm_policy.grpo.expected import SUPERVISED
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.grpo.warm_start import warm_started
 from llm_policy.hardware import device_text, take_granted_threads
@@ -117,7 +118,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not on_gpu and not training.use_cpu:
         print(f"{options.config} is made for a GPU, and there is none here; configs/laptop.yaml is made for a CPU")
     rules.check_arguments(script, training, options.model)
-    without_effect = {"action_entropy_coef": ("grpo", "cloning"), "form_coef": ("grpo",), "thought_coef": ("grpo",)}
+    without_effect = {
+        "action_entropy_coef": ("grpo", "cloning"),
+        "form_coef": ("grpo",),
+        "thought_coef": ("grpo",),
+        "action_baseline": ("grpo", *SUPERVISED),
+    }
     for name, without in without_effect.items():
         if script.objective in without and getattr(script, name):
             hint = "; TRL's bonus is --entropy_coef" if script.objective == "grpo" else ""
@@ -347,6 +353,7 @@ def policy_trainer(
             action_entropy_coef=script.action_entropy_coef,
             form_coef=script.form_coef,
             thought_coef=script.thought_coef,
+            action_baseline=script.action_baseline,
             stands_on=[
                 *(options.output_dir / name for name in (run_files.METRICS_FILE, UNTRAINED_FILE)),
                 lifecycle.warm_start_folder(script, training.seed, options.output_dir),

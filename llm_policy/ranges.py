@@ -45,7 +45,8 @@ TABLE = {
     "(0, 1)": "test_share",
     "[0, 8]": "options",
     "[1, 1000000000]": "timesteps max_episodes",
-    "[0, 1]": "gae_lambda min_p balance_actions wrong_states ref_model_mixup_alpha top_entropy_quantile",
+    "[0, 1]": """
+        gae_lambda min_p balance_actions action_baseline wrong_states ref_model_mixup_alpha top_entropy_quantile""",
     "[0, 1)": "adam_beta1 adam_beta2 lora_dropout label_smoothing_factor",
     "(0, 1000]": """
         target_kl clip_range sure_temperature

@@ -120,6 +120,24 @@ def test_the_loss_by_hand():
     )
 
 
+@pytest.mark.parametrize("name", ["expected", "natural"])
+def test_with_the_whole_baseline_nothing_pays_that_does_not_read_the_state(name):
+    """Three states, one policy for all of them: what all share has no gradient, and it has one without the baseline."""
+    objective = ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), 0.0, name)
+    rewards_BA = torch.tensor([[1.0, 0.0], [2.0, 0.5], [0.0, 0.5]], dtype=torch.float64)
+    named = [NamedAction(i, 4, 5, 0) for i in range(3)]
+    logits_A = torch.tensor([0.7, -0.2], dtype=torch.float64, requires_grad=True)
+
+    def shared_gradient(baseline_A) -> list[float]:
+        log_p = logits_A.log_softmax(0).repeat(3)[:, None]
+        loss, sums = objective.loss(list(log_p), rewards_BA, named, baseline_A)
+        assert sums["action/expected_reward"] == pytest.approx(float((log_p.detach().exp()[:2, 0] * rewards_BA).sum()))
+        return torch.autograd.grad(loss, logits_A)[0].tolist()
+
+    assert shared_gradient(rewards_BA.mean(0)) == pytest.approx([0.0, 0.0], abs=1e-12)
+    assert shared_gradient(0.0)[0] < -0.01  # LEFT is better in the mean
+
+
 def test_without_a_named_action_the_loss_is_zero():
     objective = ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), entropy_coef=0.5)
     loss, sums = objective.loss([], torch.zeros(3, 2), [])

@@ -369,7 +369,7 @@ def test_flags_arrive_and_what_is_trained_is_what_is_judged(answering_llama, tmp
     monkeypatch.setattr(TableJudge, "answers", judged)
     dry = write_expert_csv(ExpertOptions(is_slippery=False, rows="states", output=str(tmp_path / "dry.csv")))
     more = ("--expert_csv", dry, "--is_slippery", "false", "--observation", "grid", "--warm_start", "never")
-    more += ("--action_entropy_coef", "0.7", "--form_coef", "0.3", "--thought_coef", "0.2")
+    more += ("--action_entropy_coef", "0.7", "--form_coef", "0.3", "--thought_coef", "0.2", "--action_baseline", "0.6")
     more += ("--reward_shape", "rank", "--balance_actions", "1")
     with pytest.raises(Made):
         main(small_run(answering_llama, tmp_path / "out", *more))
@@ -383,6 +383,7 @@ def test_flags_arrive_and_what_is_trained_is_what_is_judged(answering_llama, tmp
         assert "Not slippery" in row["prompt"][0]["content"]
         assert "You are at" not in row["prompt"][-1]["content"]
     assert (seen["action_entropy_coef"], seen["form_coef"], seen["thought_coef"]) == (0.7, 0.3, 0.2)
+    assert seen["action_baseline"] == 0.6
     earned = seen["action_rewards"]([{"q_values": [0.2, 0.4, 0.6, 0.1]}])
     assert earned[0] == pytest.approx([2 / 3, 5 / 6, 1.5, 0.5])
 

@@ -661,6 +661,22 @@ def test_the_taught_thoughts_gradient_equals_the_enumerated_one(architecture, tm
     assert logged == pytest.approx(expected.item() / 2, rel=1e-4)
 
 
+def test_what_an_action_earns_everywhere_is_taken_off_and_less_of_it_with_every_step(tmp_path):
+    trainer = expected_trainer("llama", tmp_path)
+    teach_names(trainer)
+    batch = batch_of(trainer, [0, 1], [encoded(trainer, f"{THOUGHT}<answer>UP</answer>")] * 2, [0.0] * 2)
+    mean_A = ACTION_REWARDS[[row["row"] for row in trainer.train_dataset]].mean(0)
+    less = {**batch, "action_rewards": batch["action_rewards"] - 0.3 * mean_A}
+    expected = gradient(trainer, trainer._compute_loss(trainer.model, less))
+    trainer.action_baseline, trainer.state.max_steps, trainer.state.global_step = 0.5, 10, 4
+    assert_same_gradient(gradient(trainer, trainer._compute_loss(trainer.model, batch)), expected)
+    trainer.state.global_step = 10
+    whole = gradient(trainer, trainer._compute_loss(trainer.model, batch))
+    trainer.action_baseline = 0.0
+    assert torch.equal(whole, gradient(trainer, trainer._compute_loss(trainer.model, batch)))
+    assert not torch.allclose(whole, expected)
+
+
 def test_the_expected_loss_rises_along_its_gradient_as_finite_differences_do(tmp_path):
     """Central differences of the loss itself, along its gradient and along a random half of it."""
     trainer = expected_trainer("llama", tmp_path, 0.3)

@@ -94,6 +94,13 @@ class ScriptArguments(WarmStartArguments):
     thought_coef: float = field(
         default=0.0, metadata={"help": "Weight of the taught thought's log-likelihood, rehearsed beside the objective."}
     )
+    action_baseline: float = field(
+        default=0.0,
+        metadata={
+            "help": "Share of what each action earns in the mean over all states that is taken off its reward at "
+            "first (expected, natural); falls to 0 over the training. 1: no policy pays that does not read the state."
+        },
+    )
     packed: bool = field(default=True, metadata={"help": "Train on one row per prompt; false: TRL's own pass."})
     merged_sampling: bool = field(
         default=True,

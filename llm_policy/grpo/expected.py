@@ -20,6 +20,11 @@ hardly comes back.
 such factor: dz(a) = g(a) - mean g. At a uniform pi, where the warm start leaves it, both gradients are the same; both
 end at pi = softmax(r / c). The second term brings probability back that leaks to answers which are no action.
 
+With `action_baseline` both climb r(s, a) - w b(a) in place of r. Here b(a) is what the action earns in the mean over
+all states, and w falls linearly from `action_baseline` to nothing over the training. At w = 1 every policy that does not
+read the state earns the same, nothing, so that only what tells states apart pays. Without it the first gradients of all
+states agree on the action that is best in most of them, and a policy can fall into it and stay.
+
 With `form_coef` one completion of each group that is well-formed and names an action teaches its form, too. At its
 tokens t besides the action, as long as one goes wrong more often than SURE,
 
@@ -130,13 +135,18 @@ class ExpectedObjective:
         return [Branch(n.completion, n.start, token_ids) for n in named for token_ids in self.token_ids]
 
     def loss(
-        self, branch_log_probabilities: Sequence[torch.Tensor], rewards_BA: torch.Tensor, named: Sequence[NamedAction]
+        self,
+        branch_log_probabilities: Sequence[torch.Tensor],
+        rewards_BA: torch.Tensor,
+        named: Sequence[NamedAction],
+        baseline_A: torch.Tensor | float = 0.0,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss, a mean over the B completions of the batch, and sums over the N of what is logged.
 
         Args:
             branch_log_probabilities: of the tokens of `branches(named)`, in that order.
             rewards_BA: what a well-formed completion earns with each action, row by row of the batch.
+            baseline_A: w b(a), taken off what is climbed; what is logged stays whole.
         """
         log_probabilities_NA = rewards_BA.new_empty(0, len(self.token_ids))
         if named:
@@ -145,7 +155,7 @@ class ExpectedObjective:
         rewards_NA = rewards_BA[[n.completion for n in named]]
         expected_N = (probabilities_NA * rewards_NA).sum(1)
         entropy_N = policy_entropy(log_probabilities_NA)
-        total = TERMS[self.name](log_probabilities_NA, rewards_NA, self.entropy_coef).sum()
+        total = TERMS[self.name](log_probabilities_NA, rewards_NA - baseline_A, self.entropy_coef).sum()
         sums = {
             "action/expected_reward": expected_N.sum().detach(),
             "action/entropy": entropy_N.sum().detach(),

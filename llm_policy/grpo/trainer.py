@@ -7,6 +7,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -94,6 +95,7 @@ class PolicyTrainer(GRPOTrainer):
         action_entropy_coef: float = 0.0,
         form_coef: float = 0.0,
         thought_coef: float = 0.0,
+        action_baseline: float = 0.0,
         guesses: Callable[[list[dict]], list[list[int]]] | None = None,
         stands_on: Sequence[Path] = (),
         **kwargs,
@@ -106,6 +108,7 @@ class PolicyTrainer(GRPOTrainer):
             action_entropy_coef: c in the formulas of llm_policy/grpo/expected.py.
             form_coef: weight of the form's log-odds there.
             thought_coef: weight there of the thought that is taught, the one of `guesses`.
+            action_baseline: share of each action's mean reward that is taken off at first (expected.py).
             guesses: dataset rows -> token ids of a likely completion of each (llm_policy/sampling.py).
             stands_on: files and folders of the run that one which resumes from a checkpoint needs besides.
         """
@@ -137,6 +140,7 @@ class PolicyTrainer(GRPOTrainer):
             )
         self.is_supervised = objective in SUPERVISED
         self.action_rewards = action_rewards
+        self.action_baseline = action_baseline
         self.guesses = guesses
         self.stands_on = stands_on
         self._guessed_B: list[list[int]] | None = None  # for the rows that are being sampled
@@ -350,7 +354,8 @@ class PolicyTrainer(GRPOTrainer):
             if self.expected:
                 rewards_BA = inputs["action_rewards"]
                 answers = len(self._branch_log_probabilities) - len(taught)
-                term, sums = self.expected.loss(self._branch_log_probabilities[:answers], rewards_BA, named)
+                own = self._branch_log_probabilities[:answers]
+                term, sums = self.expected.loss(own, rewards_BA, named, self._baseline_A(rewards_BA))
                 self._log_means(sums, len(named))
                 groups = -(-len(rewards_BA) // self.num_generations)  # one that is cut counts, as in `exemplars`
                 if self.expected.form_coef:
@@ -368,6 +373,16 @@ class PolicyTrainer(GRPOTrainer):
             self._skipped_B, self._branches, self._branch_log_probabilities = None, [], []
             self._own_log_probabilities = {}
         return loss
+
+    def _baseline_A(self, rewards_BA: torch.Tensor) -> torch.Tensor | float:
+        """What is taken off each action's reward now, (A,); nothing once the training is over."""
+        share = self.action_baseline * max(0.0, 1 - self.state.global_step / max(1, self.state.max_steps))
+        return share * self._mean_rewards_A.to(rewards_BA) if share else 0.0
+
+    @cached_property
+    def _mean_rewards_A(self) -> torch.Tensor:
+        """What a well-formed completion earns with each action, in the mean over the dataset."""
+        return torch.as_tensor(self.action_rewards(list(self.train_dataset))).mean(0)
 
     def _log_means(self, sums: dict[str, torch.Tensor], count: int) -> None:
         """Log each sum over `count`, both over all processes: each must stop where the others do."""
