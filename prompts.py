@@ -258,10 +258,10 @@ def search_text(
         seen.update(near for _, near in queue)
         lines.append(f"{turn}{name(cell)}>{' '.join(marks)}")
     # The mark directly before the action: a model that attends to what stood behind a `-` copies it into the answer
-    marked = (
-        (near, "-" if near in seen else "!" if letter == hole else ".", action) for action, near, letter in around(here)
-    )
-    beside_agent = [f"{name(near)}{mark}{action}" for near, mark, action in marked]
+    beside_agent = []
+    for action, near, letter in around(here):
+        mark = "-" if near in seen else "!" if letter == hole else "."
+        beside_agent.append(f"{name(near)}{mark}{action}")
     return "\n".join([*lines, f"A{name(here)}> {' '.join(beside_agent)}"])
 
 

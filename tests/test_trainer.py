@@ -677,6 +677,17 @@ def test_what_an_action_earns_everywhere_is_taken_off_and_less_of_it_with_every_
     assert not torch.allclose(whole, expected)
 
 
+@pytest.mark.parametrize("objective", ["cloning", "distillation"])
+def test_labels_stay_what_they_are_under_an_action_baseline(objective, tmp_path):
+    trainer = expected_trainer("llama", tmp_path, 0.3, objective=objective, guesses=lambda rows: [[5, 6]] * len(rows))
+    with_baseline = PolicyTrainer(
+        trainer.model, trainer.reward_funcs, trainer.args, objective=objective, actions=ACTIONS,
+        action_rewards=trainer.action_rewards, action_entropy_coef=0.3, action_baseline=1.0, guesses=trainer.guesses,
+        train_dataset=trainer.train_dataset, processing_class=trainer.processing_class,
+    )  # fmt: skip
+    assert with_baseline._baseline_A(ACTION_REWARDS) == 0.0
+
+
 def test_the_expected_loss_rises_along_its_gradient_as_finite_differences_do(tmp_path):
     """Central differences of the loss itself, along its gradient and along a random half of it."""
     trainer = expected_trainer("llama", tmp_path, 0.3)

@@ -140,7 +140,7 @@ class PolicyTrainer(GRPOTrainer):
             )
         self.is_supervised = objective in SUPERVISED
         self.action_rewards = action_rewards
-        self.action_baseline = action_baseline
+        self.action_baseline = 0.0 if self.is_supervised else action_baseline  # else labels would be others
         self.guesses = guesses
         self.stands_on = stands_on
         self._guessed_B: list[list[int]] | None = None  # for the rows that are being sampled
