@@ -209,7 +209,7 @@ def replay(
         learner.epoch += 1
         best = max(attempt.reward for attempt in attempts)
         learner.best = max(learner.best, best)
-        lessons = [] if is_solved() else learner.lessons(attempts)
+        lessons = [] if is_solved() or not script.learning_rate else learner.lessons(attempts)
         loss = learner.learn(lessons)
         mean = sum(attempt.reward for attempt in attempts) / len(attempts)
         metrics = {"reward": mean, "drawing/generations": learner.generations, "lessons": len(lessons)}
@@ -240,7 +240,7 @@ def write_run_files(options: Options, task: Task, made_from: dict[str, str], on_
     settings = {
         "task": TASK,
         **task.judge.settings,
-        "learner": "hindsight",
+        "learner": "hindsight" if options.script.learning_rate else "none",
         "max_completion_length": options.script.max_completion_length,
         "dtype": adapters.loading_options(options.model)["dtype"],
         "on_adapter": on_adapter,

@@ -56,7 +56,7 @@ class HindsightSettings:
     temperature: float = field(default=0.9, metadata={"help": "Of these."})
     sure_samples: int = field(default=8, metadata={"help": "Further programs, as the model is sure of them."})
     sure_temperature: float = field(default=0.1, metadata={"help": "Of those."})
-    learning_rate: float = field(default=1e-4, metadata={"help": "Of AdamW, constant."})
+    learning_rate: float = field(default=1e-4, metadata={"help": "Of AdamW, constant; 0, the control: samples alone."})
     batch_size: int = field(default=8, metadata={"help": "Programs per optimiser step."})
 
 

@@ -41,6 +41,7 @@ TABLE = {
     "[-20, 20]": "log_std_init",
     "(0, 1000000000]": "logging_steps eval_steps save_steps",
     "(0, 10]": "learning_rate warm_start_learning_rate",
+    "[0, 10]": "HindsightArguments.learning_rate",
     "(0, 1]": "warm_start_threshold top_p gamma adam_epsilon vllm_gpu_memory_utilization",
     "(0, 1)": "test_share",
     "[0, 8]": "options",

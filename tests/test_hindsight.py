@@ -214,6 +214,16 @@ def test_a_run_and_its_files(answering_llama, tmp_path, capfd):
 
 
 @pytest.mark.usefixtures("lucky")
+def test_the_control_samples_and_learns_nothing(answering_llama, tmp_path):
+    argv = arguments_of(answering_llama, tmp_path / "shared", tmp_path / "run", "--learning_rate", 0)
+    assert train_hindsight.main(argv) == 0
+    lines = metrics_of(tmp_path / "run")
+    assert [line["drawing/generations"] for line in lines] == [8, 16, 24]
+    assert [line["lessons"] for line in lines] == [0, 0, 0]
+    assert json.loads((tmp_path / "run/run.json").read_text())["learner"] == "none"
+
+
+@pytest.mark.usefixtures("lucky")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_resumed_run_is_the_uninterrupted_one(answering_llama, tmp_path, capfd, monkeypatch, number):
     def arguments(name, *more):

@@ -11,7 +11,7 @@ from llm_policy.report.cells import each, link, listed, markdown, with_seeds
 from llm_policy.report.dates import made, made_by
 from llm_policy.report.studies import DRAWING, SAMPLED, finished_seeds, read_minutes, results_of, rows_by_name
 
-LEARNERS = {None: "GRPO", "hindsight": "hindsight replay"}  # by what run.json says
+LEARNERS = {None: "GRPO", "hindsight": "hindsight replay", "none": "sampling alone"}  # by what run.json says
 
 
 class DrawingRow(BaseModel, strict=True):
