@@ -58,6 +58,7 @@ from llm_policy.errors import check_choices, run_script
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.grpo.warm_start import Lesson, teach_format
 from llm_policy.models import EMBEDDED_MODEL, load_model, load_tokenizer
+from llm_policy.number_format import FORMATS, faster_format
 from tasks.frozen_lake import lake_words
 
 PATHS = {"stock TRL": False, "packed": True}
@@ -76,12 +77,12 @@ class StepArguments:
         default=0, metadata={"help": "At least so many per prompt, by examples of other lakes, different in each."}
     )
     accumulation: int = field(default=2, metadata={"help": "Micro-batches per step."})
-    dtype: str = field(default="bfloat16", metadata={"help": "bfloat16 or float32."})
+    dtype: str = field(default="auto", metadata={"help": "bfloat16 or float32; auto: what is faster here."})
     gemma_2b: bool = field(default=False, metadata={"help": "Gemma-2B's architecture, random weights."})
     taught: bool = field(default=False, metadata={"help": "Teach the answer format first, then sample freely."})
 
     def __post_init__(self) -> None:
-        check_choices(self, {"dtype": ("bfloat16", "float32")})
+        check_choices(self, {"dtype": ("auto", *FORMATS)})
 
 
 @dataclass
@@ -265,6 +266,9 @@ def peak_memory_gb(path: str, arguments: StepArguments) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     (arguments, others), _ = parse_arguments(argv, (StepArguments, OutputArguments), description=__doc__)
     check_output(others.output)
+    if arguments.dtype == "auto":
+        arguments.dtype, line = faster_format(torch.cuda.is_available())
+        print(line)
 
     with tempfile.TemporaryDirectory() as folder:
         memory = {path: peak_memory_gb(path, arguments) for path in PATHS}
@@ -299,6 +303,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"stock / packed, median of {len(ratios)} rounds: {np.median(ratios):.2f} ({spread})")
     if others.output:
         figures = {
+            "dtype": arguments.dtype,
             "rounds": rounds,
             "medians": medians,
             "peak_memory_gb": memory,

@@ -29,7 +29,7 @@ def speed_section() -> str:
                     f"{stock['tokens']:.0f}, {packed['tokens']:.0f}",
                     ", ".join(f"{content['peak_memory_gb'][path]:.1f}" for path in ("stock TRL", "packed")),
                     f"{packed['sampling'] / content['floor_of_sampling']:.1f}",
-                    ", ".join(content[key] for key in ("device", "processor") if key in content),
+                    ", ".join(content[key] for key in ("device", "processor", "dtype") if key in content),
                     date_and_commit(made(file)),
                 ]
             )
