@@ -12,7 +12,6 @@ from llm_policy.startup import announce
 
 announce(__name__)
 
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from trl import ModelConfig
 
 from llm_policy import adapters, run_files
 from llm_policy.chat import Reader
-from llm_policy.checkpoints import check_finished, checkpoint_to_resume_from, supersede, write_list
+from llm_policy.checkpoints import check_finished, checkpoint_to_resume_from, remove_older, supersede, write_list
 from llm_policy.command_line import parse_arguments
 from llm_policy.errors import InputError, check_alone, check_choices, disk_errors, run_script
 from llm_policy.grpo import lifecycle
@@ -42,7 +41,10 @@ CONFIG = run_files.ROOT / "configs" / "drawing_hindsight.yaml"
 TASK = "drawing"
 UNTRAINED_FILE, WARM_START_FILE = "untrained.json", "warm_start.json"
 STOP_CONDITIONS = ("best", "never")
-FREE_TO_CHANGE = {"output_dir", "resume_from_checkpoint", "epochs", "stop_when"}
+SHOWN_OTHERWISE, LENGTH = (
+    {"output_dir", "resume_from_checkpoint"},
+    {"epochs", "stop_when"},
+)  # may differ; before its end
 FINISHED = (
     run_files.CONFIG_FILE, run_files.RUN_FILE, run_files.METRICS_FILE, run_files.RESULT_FILE, run_files.EVALUATION_FILE,
     "adapter_config.json", "adapter_model.safetensors",
@@ -62,6 +64,7 @@ class HindsightArguments(WarmStartArguments, HindsightSettings):
     resume_from_checkpoint: str | None = field(default=None, metadata={"help": "auto: resume, or show the result."})
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_choices(self, {"stop_when": STOP_CONDITIONS})
         if self.resume_from_checkpoint is not None:
             check_choices(self, {"resume_from_checkpoint": ("auto",)})
@@ -103,10 +106,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for note in filter(None, (options.note, take_granted_threads())):
         print(note, flush=True)
     adapters.check_adapter_options(options.model)
+    has_ended = script.resume_from_checkpoint is not None and (folder / run_files.EVALUATION_FILE).exists()
     if script.resume_from_checkpoint:
-        run_files.check_same_run(folder, options.groups, FREE_TO_CHANGE)
+        run_files.check_same_run(folder, options.groups, SHOWN_OTHERWISE if has_ended else SHOWN_OTHERWISE | LENGTH)
     run_files.check_output_dir(folder, resumes=script.resume_from_checkpoint is not None)
-    if script.resume_from_checkpoint and (folder / run_files.EVALUATION_FILE).exists():
+    if has_ended:
         check_finished(folder)
         print(run_files.finished_text(folder), end="")
         return 0
@@ -219,9 +223,7 @@ def replay(
         log.write(learner.epoch, script.epochs, metrics, words)
         checkpoint = folder / f"checkpoint-{learner.epoch}"
         learner.save(checkpoint, stands_on, log.seconds)
-        for older in folder.glob("checkpoint-*"):
-            if older != checkpoint:
-                shutil.rmtree(older)
+        remove_older(checkpoint)
         stop.leave_if_received(f"checkpoint of epoch {learner.epoch} written; {lifecycle.RESUME} resumes from it")
 
 
@@ -243,6 +245,7 @@ def write_run_files(options: Options, task: Task, made_from: dict[str, str], on_
         "learner": "hindsight" if options.script.learning_rate else "none",
         "max_completion_length": options.script.max_completion_length,
         "dtype": adapters.loading_options(options.model)["dtype"],
+        **adapters.quantization(options.model),
         "on_adapter": on_adapter,
         "made_from": made_from,
     }

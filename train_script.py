@@ -306,13 +306,13 @@ def say_what_differs(output_dir: Path, training: GRPOConfig) -> None:
 
 def write_run_files(options: Options, judge: Judge, on_adapter: bool, made_from: dict[str, str]) -> None:
     """resolved_config.yaml and run.json, with all that evaluate_policy.py needs to judge the run again."""
-    training, is_quantised = options.training, options.model.load_in_4bit or options.model.load_in_8bit
+    training = options.training
     settings = {
         "task": options.script.task,
         **judge.settings,
         "max_completion_length": training.max_completion_length,
         "dtype": adapters.loading_options(options.model)["dtype"],
-        **{name: getattr(options.model, name) for name in adapters.QUANTIZATION if is_quantised},
+        **adapters.quantization(options.model),
         "on_adapter": on_adapter,
         "made_from": made_from,
     }

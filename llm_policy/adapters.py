@@ -89,6 +89,12 @@ def loading_options(model_config: ModelConfig) -> dict:
     }
 
 
+def quantization(model_config: ModelConfig) -> dict:
+    """What run.json says of it, as `quantization_of` reads it; nothing where the weights are not quantised."""
+    is_quantised = model_config.load_in_4bit or model_config.load_in_8bit
+    return {name: getattr(model_config, name) for name in QUANTIZATION if is_quantised}
+
+
 def quantization_of(settings: Mapping) -> object | None:
     """How run.json says that a run's base model was quantised, as `load_model` takes it; None where it was not."""
     named = {name: settings[name] for name in QUANTIZATION if name in settings}

@@ -137,6 +137,13 @@ def _unmark(folder: Path) -> None:
         (folder / COMPLETE_MARK).replace(folder / BEGUN_MARK)
 
 
+def remove_older(checkpoint: Path) -> None:
+    """Delete the checkpoints before this one, and nobody's copies under another name."""
+    for steps, path in _numbered(checkpoint.parent).items():
+        if steps < int(checkpoint.name.removeprefix("checkpoint-")):
+            shutil.rmtree(path)
+
+
 def remove_incomplete(output_dir: Path) -> None:
     """Delete what a kill left half written."""
     for path in _numbered(output_dir).values():

@@ -49,6 +49,7 @@ SCRIPTS = {
     "train_policy_gradient.py": (["--resume_from_checkpoint", "auto"], None),
     "train_hindsight.py": (["--resume_from_checkpoint", "auto"], "configs/drawing_hindsight.yaml"),
 }
+GREEDY_ALIKE = ("train_script.py", "train_hindsight.py")  # before training, whatever the seed
 PLAIN_WORD = re.compile(r"[A-Za-z0-9_-]{1,100}")
 # What this script gives to the other one, or what would leave no result: option -> what to do instead
 TAKEN = {
@@ -133,6 +134,8 @@ def read_command(argv: Sequence[str]) -> Command:
         name = flag.partition("=")[0].lstrip("-").replace("-", "_")
         if flag.startswith("-") and name in TAKEN:
             raise InputError(f"{flag} behind --: {TAKEN[name]}")
+    if arguments.share_untrained and arguments.script not in GREEDY_ALIKE:
+        raise InputError(f"--share_untrained: what {arguments.script} judges before training depends on the seed")
     if read_option(flags, "check", "") == "only":
         raise InputError("--check only behind --: trains nothing; leave it out")
     try:

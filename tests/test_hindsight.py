@@ -211,6 +211,8 @@ def test_a_run_and_its_files(answering_llama, tmp_path, capfd):
         train_hindsight.main(argv)
     with pytest.raises(InputError, match=r"--samples 7: .* was begun with 6"):
         train_hindsight.main([*argv, "--resume_from_checkpoint", "auto", "--samples", "7"])
+    with pytest.raises(InputError, match=r"--epochs 9: .* was begun with 3"):  # it has ended
+        train_hindsight.main([*argv, "--resume_from_checkpoint", "auto", "--epochs", "9"])
 
 
 @pytest.mark.usefixtures("lucky")
@@ -231,10 +233,12 @@ def test_a_resumed_run_is_the_uninterrupted_one(answering_llama, tmp_path, capfd
 
     assert train_hindsight.main(arguments("whole")) == 0
     write = hindsight.HindsightLog.write
+    copy = tmp_path / "cut/checkpoint-1-copy"  # the user's own
 
     def interrupted(self, epoch, *rest):
         write(self, epoch, *rest)
         if epoch == 1:
+            copy.mkdir()
             os.kill(os.getpid(), number)
 
     monkeypatch.setattr(train_hindsight.HindsightLog, "write", interrupted)
@@ -250,6 +254,8 @@ def test_a_resumed_run_is_the_uninterrupted_one(answering_llama, tmp_path, capfd
     one, other = ([line | {"seconds": 0} for line in metrics_of(tmp_path / name)] for name in ("whole", "cut"))
     assert one == other
     assert one[0]["lessons"] == 8
+    checkpoints = {path.name for path in (tmp_path / "cut").glob("checkpoint-*")}
+    assert checkpoints == {"checkpoint-3", copy.name}
 
 
 def test_a_run_that_was_solved_and_then_killed_is_only_judged(answering_llama, tmp_path, monkeypatch):
@@ -270,6 +276,7 @@ def test_a_run_that_was_solved_and_then_killed_is_only_judged(answering_llama, t
     ("more", "words"),
     [
         (["--target", "10-squares"], "--target 10-squares: expected N-vertical-lines"),
+        (["--warm_start", "none"], "--warm_start 'none': expected one of auto, always, never"),
         (["--stop_when", "soon"], "--stop_when 'soon': expected one of best, never"),
         (["--samples", "0"], "--samples 0: expected an integer of at least 1"),
         (["--use_peft", "false"], "--use_peft false: what is trained and saved here is a LoRA adapter"),

@@ -498,6 +498,25 @@ def test_a_resumed_run_is_the_uninterrupted_one(model, tmp_path, capfd, monkeypa
     assert metrics_of(whole) == metrics_of(cut)
 
 
+def test_a_signal_in_the_last_update_leaves_before_the_judging(model, tmp_path, capfd, monkeypatch):
+    log = progress.Progress.log
+
+    def interrupted(self):
+        log(self)
+        if not self.steps_left:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(progress.Progress, "log", interrupted)
+        with pytest.raises(SystemExit) as left:
+            main(small(model, tmp_path / "run"))
+    assert left.value.code == EXIT_INTERRUPTED
+    assert "judging the policies" not in (printed := capfd.readouterr().out)
+    assert "written; --resume_from_checkpoint auto resumes from it" in printed
+    assert main(small(model, tmp_path / "run", "--resume_from_checkpoint", "auto")) == 0
+    assert "judging the policies" in capfd.readouterr().out
+
+
 def metrics_of(folder) -> list[dict]:
     """All but what depends on time and on what is kept in memory."""
     lines = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]

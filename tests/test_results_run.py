@@ -180,6 +180,11 @@ def test_the_command_says_all_that_was_asked_for(started, tmp_path):
     assert judged == ["judged by seed-1"] * 2
 
 
+def test_untrained_policies_that_depend_on_the_seed_are_not_shared():
+    with pytest.raises(InputError, match=r"--share_untrained: what train_policy_gradient\.py judges .* on the seed"):
+        results_run.main(["--study", "a", "--name", "b", "--script", "train_policy_gradient.py", "--share_untrained"])
+
+
 @pytest.mark.parametrize("folder", COMMANDS, ids=[folder.name for folder in COMMANDS])
 def test_the_committed_commands_run_their_seeds_again(folder, started, tmp_path):
     """Also the old ones, which name no study: it is the one that holds the result."""

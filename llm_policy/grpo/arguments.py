@@ -78,6 +78,9 @@ class WarmStartArguments:
         default="", metadata={"help": "Share it with other runs of the same seed, in this folder. Default: the run's."}
     )
 
+    def __post_init__(self) -> None:
+        check_choices(self, {"warm_start": WARM_STARTS})
+
 
 @dataclass
 class ScriptArguments(WarmStartArguments):
@@ -115,8 +118,8 @@ class ScriptArguments(WarmStartArguments):
     stop_when: str = field(default="never", metadata={"help": f"End early: {', '.join(STOP_CONDITIONS)}."})
 
     def __post_init__(self) -> None:
-        choices = {"warm_start": WARM_STARTS, "stop_when": STOP_CONDITIONS, "check": CHECKS}
-        check_choices(self, choices)
+        super().__post_init__()
+        check_choices(self, {"stop_when": STOP_CONDITIONS, "check": CHECKS})
         if self.stop_when in ("optimal", "either") and self.evaluate_steps == 0:
             raise InputError(f"--stop_when {self.stop_when}: needs --evaluate_steps of at least 1 to see the optimum")
         if self.objective == "distillation" and not self.action_entropy_coef > 0:

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ import torch
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger, TensorBoardOutputFormat
 
-from llm_policy.checkpoints import supersede, written_whole
+from llm_policy.checkpoints import remove_older, supersede, written_whole
 from llm_policy.errors import EXIT_INTERRUPTED, InputError
 from llm_policy.models import not_finite
 from llm_policy.policy_gradient.arguments import LINES, SAVES, PolicyGradientArguments
@@ -158,9 +157,7 @@ class Progress(BaseCallback):
             self.log()
         if self.received or steps - self.saved_at >= self.save_steps:
             self.save()
-        if self.received:
-            say_at_once(f"{self.received}: checkpoint of step {steps} written; {RESUME} resumes from it")
-            raise SystemExit(EXIT_INTERRUPTED)
+        self._leave_if_received()
 
     def _on_training_end(self) -> None:
         """After the last update."""
@@ -169,6 +166,12 @@ class Progress(BaseCallback):
             self.log()
         self.save()
         self.ended = time.perf_counter()
+        self._leave_if_received()
+
+    def _leave_if_received(self) -> None:
+        if self.received:
+            say_at_once(f"{self.received}: checkpoint of step {self.num_timesteps} written; {RESUME} resumes from it")
+            raise SystemExit(EXIT_INTERRUPTED)
 
     def _check_weights(self) -> None:
         if bad := not_finite(dict(self.learner.policy.named_parameters())):
@@ -217,16 +220,8 @@ class Progress(BaseCallback):
         }
         with written_whole(folder, stands_on=self.stands_on):
             torch.save(training_state(self.learner, extra), folder / STATE_FILE)
-        remove_older(self.folder, self.num_timesteps)
+        remove_older(folder)
         self.saved_at = self.num_timesteps
-
-
-def remove_older(folder: Path, steps: int) -> None:
-    """Delete the checkpoints before that of `steps`."""
-    for path in folder.glob("checkpoint-*"):
-        number = path.name.removeprefix("checkpoint-")
-        if number.isdecimal() and int(number) < steps:
-            shutil.rmtree(path)
 
 
 def block_means(returns: list[float]) -> tuple[list[int], list[float]]:
