@@ -245,22 +245,24 @@ def search_text(
     A01> 00.LEFT 02-RIGHT
     """
     queue, turns = deque(("", goal) for goal in goals), cycle(TURNS)
-    seen, lines = set(goals), []
-    while queue and here not in seen:
+    steps, lines = dict.fromkeys(goals, 0), []  # from each cell to the nearest goal
+    while queue and here not in steps:
         turn, cell = queue.popleft()
         marks = []
         for _, near, letter in around(cell):
-            mark = "-" if near in seen else letter
+            mark = "-" if near in steps else letter
             if mark not in ("-", hole):
                 queue.append(("A" if near == here else next(turns), near))
                 mark = queue[-1][0] + name(near)
             marks.append(name(near) + mark)
-        seen.update(near for _, near in queue)
+        for _, near in queue:
+            steps.setdefault(near, steps[cell] + 1)
         lines.append(f"{turn}{name(cell)}>{' '.join(marks)}")
     # The mark directly before the action: a model that attends to what stood behind a `-` copies it into the answer
     beside_agent = []
     for action, near, letter in around(here):
-        mark = "-" if near in seen else "!" if letter == hole else "."
+        is_nearer = here in steps and steps.get(near, steps[here]) < steps[here]
+        mark = "-" if is_nearer else "!" if letter == hole else "."
         beside_agent.append(f"{name(near)}{mark}{action}")
     return "\n".join([*lines, f"A{name(here)}> {' '.join(beside_agent)}"])
 

@@ -126,7 +126,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     for name, without in without_effect.items():
         if script.objective in without and getattr(script, name):
-            hint = "; TRL's bonus is --entropy_coef" if script.objective == "grpo" else ""
+            hint = (
+                "; TRL's bonus is --entropy_coef"
+                if name == "action_entropy_coef" and script.objective == "grpo"
+                else ""
+            )
             print(f"--{name} is for the other objectives and has no effect under --objective {script.objective}{hint}")
     if not options.trains:
         return train(options)

@@ -98,6 +98,11 @@ def test_where_a_search_has_come_by_beside_the_agent_it_is_a_step_nearer_to_a_go
     assert np.isfinite(distance_S[0])
 
 
+def test_a_search_marks_no_way_that_leads_away_from_the_nearest_goal():
+    """01 has been come by, from the goal at the right, and is as far from it as 00 is from the one below."""
+    assert thought_text(("SFFG", "FFFF", "GFFF"), 0, "search").splitlines()[-1] == "A00> 10-DOWN 01.RIGHT"
+
+
 @pytest.mark.parametrize("thought", THOUGHTS)
 def test_a_thought_is_the_same_whatever_is_answered(thought):
     """No action is preferred, and the reply is read as it was meant."""

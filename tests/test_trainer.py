@@ -661,12 +661,47 @@ def test_the_taught_thoughts_gradient_equals_the_enumerated_one(architecture, tm
     assert logged == pytest.approx(expected.item() / 2, rel=1e-4)
 
 
+@pytest.mark.parametrize("masked", [[0], [0, 1, 2, 3]])
+def test_a_thought_is_rehearsed_where_completions_are_masked(masked, tmp_path):
+    trainer = expected_trainer("llama", tmp_path)
+    teach_names(trainer)
+    trainer.num_generations, trainer.expected.thought_coef = 2, 0.5
+    reply = encoded(trainer, f"{THOUGHT}<answer>UP</answer>")
+    batch = batch_of(trainer, [0, 0, 1, 1], [reply] * 4, [0.0] * 4)
+    batch["taught_ids"] = torch.tensor([reply] * 4)
+    batch["taught_mask"] = torch.ones_like(batch["taught_ids"])
+    whole = trainer._compute_loss(trainer.model, batch)
+    rehearsed = trainer._metrics["train"]["thought/log_probability"][-1]
+    batch["completion_mask"] = batch["completion_mask"].clone()
+    batch["completion_mask"][masked] = 0
+    assert torch.isfinite(trainer._compute_loss(trainer.model, batch))
+    assert trainer._metrics["train"]["thought/log_probability"][-1] == pytest.approx(rehearsed, rel=1e-4)
+    assert torch.isfinite(whole)
+
+
+def test_thoughts_that_differ_are_not_taught_what_pays_everywhere(tmp_path):
+    """Two thoughts, two actions, each with what it earns in the mean: with the whole baseline neither is better."""
+    trainer = expected_trainer("llama", tmp_path, objective="natural")
+    trainer.num_generations, trainer.num_generations_eval = 2, 2
+    texts = [f"<think>{thought}</think><answer>{action}</answer>" for thought, action in (("a", "UP"), ("b", "LEFT"))]
+    mean_A = ACTION_REWARDS[[row["row"] for row in trainer.train_dataset]].mean(0)
+    batch = batch_of(trainer, [0, 0], [encoded(trainer, text) for text in texts], [0.0] * 2)
+    named = trainer.expected.named_actions(batch["completion_ids"], batch["completion_mask"])
+    assert len(named) == 2
+    trainer._reward_B = torch.tensor([float(mean_A[n.action]) for n in named]).double()
+    rewards_BA = mean_A.double().repeat(2, 1)
+    trainer.state.max_steps = 10
+    assert trainer._advantages_without_luck(batch, rewards_BA).abs().max() > 0.5
+    trainer.action_baseline = 1.0
+    assert trainer._advantages_without_luck(batch, rewards_BA).tolist() == [0.0, 0.0]
+
+
 def test_what_an_action_earns_everywhere_is_taken_off_and_less_of_it_with_every_step(tmp_path):
     trainer = expected_trainer("llama", tmp_path)
     teach_names(trainer)
     batch = batch_of(trainer, [0, 1], [encoded(trainer, f"{THOUGHT}<answer>UP</answer>")] * 2, [0.0] * 2)
     mean_A = ACTION_REWARDS[[row["row"] for row in trainer.train_dataset]].mean(0)
-    less = {**batch, "action_rewards": batch["action_rewards"] - 0.3 * mean_A}
+    less = {**batch, "action_rewards": batch["action_rewards"] - 0.3 * (mean_A - mean_A.mean())}
     expected = gradient(trainer, trainer._compute_loss(trainer.model, less))
     trainer.action_baseline, trainer.state.max_steps, trainer.state.global_step = 0.5, 10, 4
     assert_same_gradient(gradient(trainer, trainer._compute_loss(trainer.model, batch)), expected)
@@ -911,6 +946,12 @@ def test_supervision_teaches_the_best_action_and_the_taught_thought(objective, t
         completions=[[ids] * GROUP for ids in taught], rewards=ALL_UNANIMOUS,
     )  # fmt: skip
     del trainer._generate_single_turn  # the class's own
+
+    def truth(completions, log_metric, **_):
+        log_metric("sampled/true_thoughts", 1.0)  # as `tasks.tabular.logging_truth` does
+        return [1.0] * len(completions)
+
+    trainer.reward_funcs = [truth]
     batch = batch_of(trainer, [0, 1, 2], taught, [1.0] * 3)
 
     def thought_and_best() -> tuple[torch.Tensor, torch.Tensor]:
@@ -935,7 +976,7 @@ def test_supervision_teaches_the_best_action_and_the_taught_thought(objective, t
     assert (best_after > 0.2).all()
     logged = [log for log in trainer.state.log_history if "action/expected_reward" in log]
     assert len(logged) == 30
-    assert not any(name.startswith(("reward", "frac_reward")) for log in logged for name in log)
+    assert not any(name.startswith(("reward", "frac_reward", "sampled/")) for log in logged for name in log)
 
 
 # What the expected objective cannot do without

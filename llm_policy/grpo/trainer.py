@@ -232,7 +232,7 @@ class PolicyTrainer(GRPOTrainer):
         output["advantages"] = output["advantages"].float()
         if self.is_supervised:  # what is taught stands here: no answers of the model's, so no rewards
             output["advantages"] = torch.ones_like(output["advantages"])
-            for name in [name for name in metrics if name.startswith(("reward", "frac_reward"))]:
+            for name in [name for name in metrics if name.startswith(("reward", "frac_reward", "sampled/"))]:
                 del metrics[name]
         if self.expected:
             rewards_BA = torch.as_tensor(self.action_rewards(inputs), device=output["advantages"].device)
@@ -248,11 +248,19 @@ class PolicyTrainer(GRPOTrainer):
         return output
 
     def _advantages_without_luck(self, output, rewards_BA: torch.Tensor) -> torch.Tensor:
-        """TRL's group advantages (B,), of rewards without what the sampled action earned above its state's mean."""
+        """TRL's group advantages (B,), of rewards without what the sampled action earned above its state's mean.
+
+        Where thoughts differ the action stays in, less the baseline: else they would be taught what pays everywhere.
+        """
         group = self.num_generations if self.model.training else self.num_generations_eval
         named = self.expected.named_actions(output["completion_ids"], output["completion_mask"])
         first = self.accelerator.process_index * len(rewards_BA)
         reward_B = self._reward_B[first : first + len(rewards_BA)]
+        if self.action_baseline:
+            baseline_BA = torch.zeros_like(rewards_BA) + self._baseline_A(rewards_BA)
+            rewards_BA, reward_B = rewards_BA - baseline_BA, reward_B.clone()
+            for n in named:
+                reward_B[n.completion] -= baseline_BA[n.completion, n.action]
         reward_PG = (reward_B - luck_of_actions(rewards_BA, named, output["completion_ids"], group)).view(-1, group)
         above_PG = reward_PG - reward_PG.mean(dim=1, keepdim=True)
         above_PG = above_PG.where(above_PG.abs() > REWARD_ROUNDING, torch.zeros_like(above_PG))
@@ -276,7 +284,7 @@ class PolicyTrainer(GRPOTrainer):
         skipped_B = [False] * len(lengths_B) if self._skipped_B is None else self._skipped_B.tolist()
         # Without advantage a completion is computed as far as its answer, for what could stand there, or not at all.
         branched = {branch.completion for branch in self._branches}
-        scored = [i for i, length in enumerate(lengths_B) if length > 0 and (i in branched or not skipped_B[i])]
+        scored = [i for i, n in enumerate(lengths_B) if i in branched or (n > 0 and not skipped_B[i])]
         if not scored and self.accelerator.num_processes > 1:  # where others have something, all must take part
             scored, lengths_B[0], skipped_B[0] = [0], max(1, lengths_B[0]), False
         log_probabilities_BT = torch.zeros(input_ids[:, -logits_to_keep:].shape, device=input_ids.device)
@@ -318,9 +326,10 @@ class PolicyTrainer(GRPOTrainer):
 
         log_probabilities_BT = into_rows(completions, log_probabilities_BT.new_zeros(1))
         # Completions that skip the pass are given the mean entropy of the others: the metric stays their mean.
-        entropies_BT = (
-            into_rows(entropies, torch.cat(entropies).detach().mean().reshape(1)) if compute_entropy else None
-        )
+        # Where all are masked and only branches were computed, it is never looked at.
+        found = torch.cat(entropies).detach()
+        fill = found.mean().reshape(1) if len(found) else found.new_zeros(1)
+        entropies_BT = into_rows(entropies, fill) if compute_entropy else None
         return log_probabilities_BT, entropies_BT, None
 
     def _compute_loss(self, model, inputs):
@@ -375,14 +384,15 @@ class PolicyTrainer(GRPOTrainer):
         return loss
 
     def _baseline_A(self, rewards_BA: torch.Tensor) -> torch.Tensor | float:
-        """What is taken off each action's reward now, (A,); nothing once the training is over."""
+        """What is taken off each action's reward now, (A,), 0 in the mean; nothing once the training is over."""
         share = self.action_baseline * max(0.0, 1 - self.state.global_step / max(1, self.state.max_steps))
-        return share * self._mean_rewards_A.to(rewards_BA) if share else 0.0
+        return share * self._lead_A.to(rewards_BA) if share else 0.0
 
     @cached_property
-    def _mean_rewards_A(self) -> torch.Tensor:
-        """What a well-formed completion earns with each action, in the mean over the dataset."""
-        return torch.as_tensor(self.action_rewards(list(self.train_dataset))).mean(0)
+    def _lead_A(self) -> torch.Tensor:
+        """What a well-formed completion earns with each action above the mean of all, in the mean over the dataset."""
+        mean_A = torch.as_tensor(self.action_rewards(list(self.train_dataset))).mean(0)
+        return mean_A - mean_A.mean()
 
     def _log_means(self, sums: dict[str, torch.Tensor], count: int) -> None:
         """Log each sum over `count`, both over all processes: each must stop where the others do."""

@@ -193,11 +193,12 @@ def teach_format(
                 group["lr"] = learning_rate * min(1.0, 2 * (1 - (step - 1) / max_steps))
             order = torch.randperm(len(lessons), generator=generator)[:prompts_per_step].tolist()
             loss = torch.zeros((), device=device)
+            tokens = {i: sum(len(reply_token_ids(reply, reader.tokenizer)) for reply in lessons[i][1]) for i in order}
             chunks = range(0, len(order), prompts_per_pass)
             for first in chunks[processes.own_share(len(chunks))]:
                 chunk = order[first : first + prompts_per_pass]
                 batch = [(lessons[i][0], reply) for i in chunk for reply in lessons[i][1]]
-                chunk_loss = reply_loss(model, reader, batch) * len(chunk) / len(order)
+                chunk_loss = reply_loss(model, reader, batch) * (sum(tokens[i] for i in chunk) / sum(tokens.values()))
                 chunk_loss.backward()
                 loss += chunk_loss.detach()
             share_gradient(parameters)
