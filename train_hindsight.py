@@ -41,10 +41,8 @@ CONFIG = run_files.ROOT / "configs" / "drawing_hindsight.yaml"
 TASK = "drawing"
 UNTRAINED_FILE, WARM_START_FILE = "untrained.json", "warm_start.json"
 STOP_CONDITIONS = ("best", "never")
-SHOWN_OTHERWISE, LENGTH = (
-    {"output_dir", "resume_from_checkpoint"},
-    {"epochs", "stop_when"},
-)  # may differ; before its end
+SHOWN_OTHERWISE = {"output_dir", "resume_from_checkpoint"}  # options that may differ when a run is called again
+LENGTH = {"epochs", "stop_when"}  # and these, as long as it has not ended
 FINISHED = (
     run_files.CONFIG_FILE, run_files.RUN_FILE, run_files.METRICS_FILE, run_files.RESULT_FILE, run_files.EVALUATION_FILE,
     "adapter_config.json", "adapter_model.safetensors",
@@ -83,6 +81,10 @@ class Options:
     @property
     def output_dir(self) -> Path:
         return Path(self.script.output_dir)
+
+    @property
+    def learner(self) -> str:
+        return "hindsight" if self.script.learning_rate else "none"
 
     @property
     def groups(self) -> tuple:
@@ -181,7 +183,8 @@ def train(options: Options) -> int:
     comparison = task.judge.compare(answers_of)
     in_words = task.judge.judgement(answers_of["trained, greedy"]).verdict
     epochs = counted(learner.epoch, "epoch")
-    verdict = f"verdict: {in_words} (warm start {warm_start['steps']} steps, hindsight {epochs})"
+    learnt = "hindsight" if options.learner == "hindsight" else "nothing learnt,"
+    verdict = f"verdict: {in_words} (warm start {warm_start['steps']} steps, {learnt} {epochs})"
     run_files.write_whole(folder / run_files.RESULT_FILE, f"{comparison.text}{verdict}\n")
     comparison.save(folder)
     files = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
@@ -242,7 +245,7 @@ def write_run_files(options: Options, task: Task, made_from: dict[str, str], on_
     settings = {
         "task": TASK,
         **task.judge.settings,
-        "learner": "hindsight" if options.script.learning_rate else "none",
+        "learner": options.learner,
         "max_completion_length": options.script.max_completion_length,
         "dtype": adapters.loading_options(options.model)["dtype"],
         **adapters.quantization(options.model),

@@ -126,11 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     for name, without in without_effect.items():
         if script.objective in without and getattr(script, name):
-            hint = (
-                "; TRL's bonus is --entropy_coef"
-                if name == "action_entropy_coef" and script.objective == "grpo"
-                else ""
-            )
+            has_own_bonus = (name, script.objective) == ("action_entropy_coef", "grpo")
+            hint = "; TRL's bonus is --entropy_coef" if has_own_bonus else ""
             print(f"--{name} is for the other objectives and has no effect under --objective {script.objective}{hint}")
     if not options.trains:
         return train(options)

@@ -216,13 +216,22 @@ def test_a_run_and_its_files(answering_llama, tmp_path, capfd):
 
 
 @pytest.mark.usefixtures("lucky")
-def test_the_control_samples_and_learns_nothing(answering_llama, tmp_path):
+def test_the_control_samples_and_learns_nothing(answering_llama, tmp_path, capfd):
     argv = arguments_of(answering_llama, tmp_path / "shared", tmp_path / "run", "--learning_rate", 0)
     assert train_hindsight.main(argv) == 0
     lines = metrics_of(tmp_path / "run")
     assert [line["drawing/generations"] for line in lines] == [8, 16, 24]
     assert [line["lessons"] for line in lines] == [0, 0, 0]
     assert json.loads((tmp_path / "run/run.json").read_text())["learner"] == "none"
+    assert "(warm start 2 steps, nothing learnt, 3 epochs)" in capfd.readouterr().out
+
+
+def test_a_run_says_how_its_weights_were_quantised(drawing, answering_llama, tmp_path):
+    argv = arguments_of(answering_llama, tmp_path, tmp_path / "run", "--load_in_4bit", "true")
+    options, task = train_hindsight.read_options(argv), drawing("2-vertical-lines")
+    options.output_dir.mkdir()
+    train_hindsight.write_run_files(options, task, {}, on_adapter=False)
+    assert json.loads((tmp_path / "run/run.json").read_text())["load_in_4bit"] is True
 
 
 @pytest.mark.usefixtures("lucky")

@@ -505,6 +505,7 @@ def test_speed_section(results):
     content = {
         "device": "2 CPU threads",
         "processor": "a processor",
+        "dtype": "float32",
         "commit": "b" * 40,
         "medians": {"stock TRL": {"seconds": 40.0, **parts}, "packed": {"seconds": 10.0, **parts}},
         "rounds": {name: [{"seconds": s} for s in steps] for name, steps in rounds.items()},
@@ -515,7 +516,7 @@ def test_speed_section(results):
     (line,) = speed.speed_section().splitlines()[2:]
     assert line == (
         "| [one](results/speed/step_time/one.json) | **5.0** (4.0 to 6.0) | 40.0, 10.0 | 2.0, 2.0 | 3.0, 3.0 "
-        f"| 100, 100 | 5.0, 4.0 | 4.0 | 2 CPU threads, a processor | {WHEN} |"
+        f"| 100, 100 | 5.0, 4.0 | 4.0 | 2 CPU threads, a processor, float32 | {WHEN} |"
     )
 
 

@@ -255,13 +255,12 @@ class PolicyTrainer(GRPOTrainer):
         group = self.num_generations if self.model.training else self.num_generations_eval
         named = self.expected.named_actions(output["completion_ids"], output["completion_mask"])
         first = self.accelerator.process_index * len(rewards_BA)
-        reward_B = self._reward_B[first : first + len(rewards_BA)]
-        if self.action_baseline:
-            baseline_BA = torch.zeros_like(rewards_BA) + self._baseline_A(rewards_BA)
-            rewards_BA, reward_B = rewards_BA - baseline_BA, reward_B.clone()
-            for n in named:
-                reward_B[n.completion] -= baseline_BA[n.completion, n.action]
-        reward_PG = (reward_B - luck_of_actions(rewards_BA, named, output["completion_ids"], group)).view(-1, group)
+        baseline_A = self._baseline_A(rewards_BA)
+        reward_B = self._reward_B[first : first + len(rewards_BA)].clone()
+        for n in named:
+            reward_B[n.completion] -= baseline_A[n.action]
+        luck_B = luck_of_actions(rewards_BA - baseline_A, named, output["completion_ids"], group)
+        reward_PG = (reward_B - luck_B).view(-1, group)
         above_PG = reward_PG - reward_PG.mean(dim=1, keepdim=True)
         above_PG = above_PG.where(above_PG.abs() > REWARD_ROUNDING, torch.zeros_like(above_PG))
         if self.scale_rewards == "group":
@@ -383,10 +382,10 @@ class PolicyTrainer(GRPOTrainer):
             self._own_log_probabilities = {}
         return loss
 
-    def _baseline_A(self, rewards_BA: torch.Tensor) -> torch.Tensor | float:
+    def _baseline_A(self, rewards_BA: torch.Tensor) -> torch.Tensor:
         """What is taken off each action's reward now, (A,), 0 in the mean; nothing once the training is over."""
         share = self.action_baseline * max(0.0, 1 - self.state.global_step / max(1, self.state.max_steps))
-        return share * self._lead_A.to(rewards_BA) if share else 0.0
+        return share * self._lead_A.to(rewards_BA) if share else rewards_BA.new_zeros(rewards_BA.size(1))
 
     @cached_property
     def _lead_A(self) -> torch.Tensor:

@@ -193,12 +193,13 @@ def teach_format(
                 group["lr"] = learning_rate * min(1.0, 2 * (1 - (step - 1) / max_steps))
             order = torch.randperm(len(lessons), generator=generator)[:prompts_per_step].tolist()
             loss = torch.zeros((), device=device)
-            tokens = {i: sum(len(reply_token_ids(reply, reader.tokenizer)) for reply in lessons[i][1]) for i in order}
+            chosen = [lessons[i] for i in order]
+            tokens = [sum(len(reply_token_ids(reply, reader.tokenizer)) for reply in replies) for _, replies in chosen]
             chunks = range(0, len(order), prompts_per_pass)
             for first in chunks[processes.own_share(len(chunks))]:
-                chunk = order[first : first + prompts_per_pass]
-                batch = [(lessons[i][0], reply) for i in chunk for reply in lessons[i][1]]
-                chunk_loss = reply_loss(model, reader, batch) * (sum(tokens[i] for i in chunk) / sum(tokens.values()))
+                chunk = slice(first, first + prompts_per_pass)
+                batch = [(prompt, reply) for prompt, replies in chosen[chunk] for reply in replies]
+                chunk_loss = reply_loss(model, reader, batch) * (sum(tokens[chunk]) / sum(tokens))
                 chunk_loss.backward()
                 loss += chunk_loss.detach()
             share_gradient(parameters)
