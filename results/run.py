@@ -135,7 +135,9 @@ def read_command(argv: Sequence[str]) -> Command:
         if flag.startswith("-") and name in TAKEN:
             raise InputError(f"{flag} behind --: {TAKEN[name]}")
     if arguments.share_untrained and arguments.script not in GREEDY_ALIKE:
-        raise InputError(f"--share_untrained: what {arguments.script} judges before training depends on the seed")
+        raise InputError(
+            f"--share_untrained: what {arguments.script} judges before training depends on the seed; leave it out"
+        )
     if read_option(flags, "check", "") == "only":
         raise InputError("--check only behind --: trains nothing; leave it out")
     try:

@@ -181,7 +181,9 @@ def test_the_command_says_all_that_was_asked_for(started, tmp_path):
 
 
 def test_untrained_policies_that_depend_on_the_seed_are_not_shared():
-    with pytest.raises(InputError, match=r"--share_untrained: what train_policy_gradient\.py judges .* on the seed"):
+    with pytest.raises(
+        InputError, match=r"--share_untrained: what train_policy_gradient\.py judges .* on the seed; leave it out"
+    ):
         results_run.main(["--study", "a", "--name", "b", "--script", "train_policy_gradient.py", "--share_untrained"])
 
 
