@@ -65,7 +65,7 @@ lint: setup ## ruff, mypy, import-linter, shellcheck
 	$(VENV)/bin/shellcheck train_script.sh tests/on_slurm.sh benchmarks/on_gpu.sh .ci/run
 
 test: lint ## lint, types, tests (offline, CPU)
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n logical --maxprocesses 4 --dist loadfile $(ARGS)
 
 clean: ## remove the environment and the caches, keep runs and models
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache

@@ -140,6 +140,9 @@ def judge_of(arguments: EvaluationArguments, settings: dict, reader: Reader | No
     if task_of(settings) != task:
         settings = {}  # another task's
     given = {name: getattr(arguments, name) for name in OVERRIDES if getattr(arguments, name) is not None}
+    for name, value in given.items():
+        if name not in getattr(module, "JUDGE_OPTIONS", ()):
+            raise InputError(f"--{name} {value}: the task {task} has no such choice; leave it out")
     for name, replaced in (("map", "maps"), ("test_dataset", "held_out")):
         if getattr(arguments, name) is not None:
             settings = {key: value for key, value in settings.items() if key != replaced}
@@ -149,6 +152,10 @@ def judge_of(arguments: EvaluationArguments, settings: dict, reader: Reader | No
 def model_answers(name: str, settings: dict, arguments: EvaluationArguments, shared: dict) -> dict[str, dict]:
     """Greedy answers of a model and, with `--samples_per_state`, its sampled ones, by the names of their rows."""
     if "algorithm" in settings:
+        if arguments.map is not None and judge_of(arguments, settings, None).settings["maps"] != settings["maps"]:
+            raise InputError(
+                f"--map {arguments.map}: {name} knows the lake that it was trained on alone; leave --map out"
+            )
         print(f"judging {name}", flush=True)
         return policy_gradient_judge().run_answers(Path(name), is_sampled=arguments.samples_per_state > 0)
     folder = Path(name).resolve().parent
@@ -202,6 +209,12 @@ def episodes_beside_each_other(arguments: EvaluationArguments, runs: dict[str, d
             f"--policies {others[0]}: the other runs are judged by episodes, beside a random and the best constant "
             "policy; expected a run of train_policy_gradient.py in the same environment"
         )
+    for option in ("task", *OVERRIDES):
+        if getattr(arguments, option) is not None:
+            raise InputError(
+                f"--{option} {getattr(arguments, option)}: runs of train_policy_gradient.py are judged in the "
+                "environment that they were trained in; leave it out"
+            )
     asked = {"judge_episodes": arguments.episodes, "seed": arguments.seed}
     compared = policy_gradient_judge().compare_runs(
         [Path(name) for name in runs],

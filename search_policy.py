@@ -188,7 +188,7 @@ def closing_lines(
     if searched.parameters is not None:
         lines.append(f"best policy: {problem.space.text(searched.parameters)}")
     verdict = verdict_of(searched, compared.others)
-    if cost["failed_iterations"] == cost["iterations"]:
+    if cost["failed_iterations"] == cost["iterations"] and searched.judgement is not None:
         verdict = f"verdict: {searched.policy} gave no usable answer; its policy is the best of the warm-up"
     return [*lines, *published_text(problem.environment), cost_text(cost), verdict]
 

@@ -24,7 +24,7 @@ from trl import ModelConfig
 
 from llm_policy import adapters, run_files
 from llm_policy.chat import Reader
-from llm_policy.checkpoints import check_finished, checkpoint_to_resume_from, remove_older, supersede, write_list
+from llm_policy.checkpoints import check_finished, checkpoint_to_resume_from, remove_older, write_list
 from llm_policy.command_line import parse_arguments
 from llm_policy.errors import InputError, check_alone, check_choices, disk_errors, run_script
 from llm_policy.grpo import lifecycle
@@ -203,7 +203,6 @@ def replay(
     """Epochs until one program is perfect (`--stop_when`), `--epochs` are over, or a signal comes."""
     seconds = 0.0
     if resume:
-        supersede(resume)
         seconds = learner.restore(resume)
     log = HindsightLog(folder, learner.epoch, seconds)
 

@@ -6,7 +6,7 @@
 The timed steps are plain GRPO's on random rewards, which compute nearly the same tokens as those of `make train`. Each
 phase of a run is timed on its own. The step is split into sampling, training pass and rest, and its operations are
 listed by their own time. The floor is the floating-point operations of matrix products and attention (torch's
-FlopCounterMode), divided by the rate that this machine reaches on one large bfloat16 product.
+FlopCounterMode), divided by the rate that this machine reaches on one large product in the same number format.
 """
 
 import subprocess
@@ -28,7 +28,7 @@ announce(
 import torch
 from figures import check_output, save_figures
 from peft import LoraConfig, get_peft_model
-from step_time import IS_REPLY, LAKE, WORDS, Meter, StepArguments, build, lessons, one_step
+from step_time import IS_REPLY, LAKE, WORDS, Meter, StepArguments, build, format_of, lessons, one_step
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -36,7 +36,9 @@ from llm_policy.chat import Reader
 from llm_policy.command_line import parse_arguments
 from llm_policy.errors import run_script
 from llm_policy.grpo.warm_start import teach_format
+from llm_policy.hardware import take_granted_threads
 from llm_policy.models import EMBEDDED_MODEL, ROOT, load_model, load_tokenizer
+from llm_policy.number_format import FORMATS
 from tasks.tabular import TableJudge
 
 WARM_START_STEPS, GRPO_STEPS, EVALUATIONS = 5, 30, 7  # of a run of configs/laptop.yaml that learns in 30 steps
@@ -54,9 +56,9 @@ def seconds(function) -> float:
     return time.perf_counter() - started
 
 
-def matrix_product_rate() -> float:
-    """Floating-point operations per second of a bfloat16 product of 2048 x 2048 matrices; the best of five."""
-    a, b = torch.randn(2, 2048, 2048, dtype=torch.bfloat16)
+def matrix_product_rate(dtype: str) -> float:
+    """Floating-point operations per second of a product of 2048 x 2048 matrices; the best of five."""
+    a, b = torch.randn(2, 2048, 2048, dtype=FORMATS[dtype])
     torch.mm(a, b)
     return 2 * 2048**3 / min(seconds(lambda: torch.mm(a, b)) for _ in range(5))
 
@@ -69,23 +71,32 @@ class Arguments:
     group: int = field(default=2, metadata={"help": "Completions per prompt."})
     completion_tokens: int = field(default=32, metadata={"help": "Of each completion, at most."})
     accumulation: int = field(default=1, metadata={"help": "Micro-batches per step."})
+    dtype: str = field(default="auto", metadata={"help": "bfloat16 or float32; auto: what is faster here."})
     output: str | None = field(default=None, metadata={"help": "JSON file for the figures."})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     (arguments,), _ = parse_arguments(argv, (Arguments,), description=__doc__)
     check_output(arguments.output)
+    if threads := take_granted_threads():
+        print(threads)
     step_arguments = StepArguments(
-        arguments.prompts, arguments.group, arguments.completion_tokens, arguments.accumulation, taught=True
+        prompts=arguments.prompts,
+        group=arguments.group,
+        completion_tokens=arguments.completion_tokens,
+        accumulation=arguments.accumulation,
+        dtype=format_of(arguments.dtype),
+        taught=True,
     )
+    dtype = step_arguments.dtype
 
     phases = {}  # name -> (seconds once, times in a run)
     say("timing the imports of train_script.py and the loading of the model ...")
     imports = [sys.executable, "-c", "import train_script"]
     phases["imports"] = (seconds(lambda: subprocess.run(imports, cwd=ROOT, check=True)), 1)
-    phases["loading the model"] = (seconds(lambda: load_model(EMBEDDED_MODEL)), 2)  # again to join the adapters
+    phases["loading the model"] = (seconds(lambda: load_model(EMBEDDED_MODEL, dtype)), 2)  # again to join the adapters
 
-    tokenizer, model = load_tokenizer(EMBEDDED_MODEL), load_model(EMBEDDED_MODEL)
+    tokenizer, model = load_tokenizer(EMBEDDED_MODEL), load_model(EMBEDDED_MODEL, dtype)
     reader = Reader(tokenizer, max_completion_tokens=32)
     judge = TableJudge([LAKE], WORDS, reader, {})
     student = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -109,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         step = min(steps, key=lambda figures: figures["seconds"])
         for part in ("sampling", "training_pass", "rest"):
             phases[f"step: {part.replace('_', ' ')}"] = (step[part], GRPO_STEPS)
-        rate = matrix_product_rate()
+        rate = matrix_product_rate(dtype)
         say("counting the operations of one step, and timing each in another ...")
         with FlopCounterMode(display=False) as counter:
             one_step(trainer, meter)
@@ -138,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{row['share']:6.1%}{row['calls']:7}  {row['operation']}")
     if arguments.output:
         figures = {
+            "dtype": dtype,
             "phases": {name: {"seconds": once, "times": times} for name, (once, times) in phases.items()},
             "step_tflop": teraflop,
             "matrix_product_gflop_per_second": rate / 1e9,

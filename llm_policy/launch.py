@@ -37,7 +37,7 @@ from llm_policy.errors import EXIT_INPUT_ERROR, EXIT_INTERRUPTED, InputError, ru
 from llm_policy.hardware import granted_threads
 
 MEET_WITHIN_SECONDS = 110
-PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,13 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__)
         return 0 if argv else EXIT_INPUT_ERROR
     args = parse_args(argv)
-    args.signals_to_handle = "SIGHUP"  # the others are passed on here
-    cores = len(os.sched_getaffinity(0))
-    threads = min(granted_threads() or cores, cores) // determine_local_world_size(args.nproc_per_node)
+    args.signals_to_handle = "none"  # they are passed on here
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = min(granted_threads() or cores, cores) // processes_here(args.nproc_per_node)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # the processes speak for themselves
     for number in PASSED_ON:
-        signal.signal(number, pass_on)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's SIGHUP, for one
+            signal.signal(number, pass_on)
     have_met = threading.Event()
     threading.Thread(target=watch_meeting, args=(args.rdzv_endpoint, have_met), daemon=True).start()
     try:
@@ -72,7 +73,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if have_met.is_set():
             raise InputError("the launcher of another node has ended, and its own message says why") from error
         raise InputError(no_meeting(args.rdzv_endpoint)) from error
+    except ValueError as error:  # torch's own check of its options
+        raise InputError(f"{' '.join(str(error).split())}; torchrun --help lists the options") from error
     return 0
+
+
+def processes_here(asked: str) -> int:
+    """How many processes `--nproc_per_node` means on this machine; `InputError` for none."""
+    try:
+        count = determine_local_world_size(asked)
+    except ValueError as error:
+        raise InputError(f"--nproc_per_node {asked}: {' '.join(str(error).split())}") from error
+    if count < 1:
+        raise InputError(f"--nproc_per_node {asked}: expected at least one process")
+    return count
 
 
 def no_meeting(endpoint: str) -> str:

@@ -12,7 +12,7 @@ import yaml
 from llm_policy.errors import InputError
 
 LARGEST_TEXT, LARGEST_YAML = 500_000_000, 1_000_000  # bytes
-PATHS = re.compile(r"(config|dir|folder|path|file|csv|output|map|checkpoint|policies|answers|source|dataset)$")
+PATHS = re.compile(r"(config|dir|folder|path|file|csv|output|map|checkpoint|policies|answers|source|dataset|target)$")
 LONGEST_NAME = 240  # bytes, of one file or folder: 255 less what is appended while one is written
 LONGEST_PATH = 3800  # bytes: 4095 less a name in it
 

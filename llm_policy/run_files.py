@@ -177,9 +177,13 @@ def check_made_from(output_dir: Path, made_from: Mapping[str, str]) -> None:
 
 
 def commit() -> str:
-    """The commit that is checked out; "unknown" outside a repository."""
+    """The commit that is checked out; "unknown" outside a repository, and where git is not installed."""
     command = ["git", "rev-parse", "HEAD"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    try:
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        found = ""
+    return found or "unknown"
 
 
 def source_facts() -> dict[str, str]:

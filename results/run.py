@@ -33,7 +33,7 @@ from llm_policy.startup import prepare
 prepare(__name__)
 
 from llm_policy.command_line import EXIT_CODES, parse_arguments, read_option, take_config
-from llm_policy.errors import InputError, check_choices, run_script, writing
+from llm_policy.errors import EXIT_INPUT_ERROR, InputError, check_choices, run_script, writing
 from llm_policy.reading import read_text
 from llm_policy.run_files import EVALUATION_FILE
 
@@ -248,6 +248,13 @@ def keep_files(run: Path, target: Path) -> None:
             shutil.copy(run / name, target / name)
 
 
+def refused(target: Path, is_first: bool, code: int) -> int:
+    """The exit code; a command whose first call was refused is forgotten, so that the mended one may have its name."""
+    if is_first and code == EXIT_INPUT_ERROR:
+        (target / "command.txt").unlink()
+    return code
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     command = read_command(sys.argv[1:] if argv is None else argv)
     arguments = command.arguments
@@ -256,6 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs = ROOT / "runs" / arguments.name
     for folder in (target, runs):
         make_folder(folder)
+    is_new = not (target / "command.txt").exists()
     (target / "command.txt").write_text(f"{whole_command}\n")
     options, config = SCRIPTS[arguments.script]
     config = command.config or config
@@ -266,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"making the expert's CSV, {expert_csv.relative_to(ROOT)}", flush=True)
         make = [sys.executable, "-m", "llm_policy.environments.expert_q", *shlex.split(arguments.expert)]
         if code := run_to_its_end([*make, "--output", str(expert_csv), "--overwrite"]):
-            return code
+            return refused(target, is_new, code)
         flags += ["--expert_csv", str(expert_csv.relative_to(ROOT))]
 
     for number, seed in enumerate(arguments.seeds, start=1):
@@ -279,7 +287,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             shutil.copy(untrained, run)
         output = ["--seed", str(seed), "--output_dir", str(run.relative_to(ROOT))]
         if code := timed_run([sys.executable, arguments.script, *output, *flags], run):
-            return code
+            return refused(target, is_new and number == 1, code)
         keep_files(run, target / run.name)
     print(f"{target.relative_to(ROOT)}: finished {', '.join(f'seed-{seed}' for seed in arguments.seeds)}")
     return 0

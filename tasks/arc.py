@@ -45,6 +45,7 @@ from tasks.questions.data import (
 )
 
 JUDGES_ANY_RUN = True  # a run of another task, too
+JUDGE_OPTIONS = ("test_dataset",)
 HUB_DATASET = "allenai/ai2_arc"
 WORDS = QuestionWords("Answer the question.", "I compare the options.")
 MAX_ANSWER_TOKENS = 256

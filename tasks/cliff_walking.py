@@ -76,4 +76,5 @@ def words(observation: str, thought: str) -> Words:
 
 
 make_task = partial(single_environment_task, CliffWalking(), words)
+JUDGE_OPTIONS = ("observation", "thought", "horizon_steps")
 make_judge = partial(single_environment_judge, CliffWalking(), words, Arguments)

@@ -23,6 +23,8 @@ from prompts import OBSERVATIONS, THOUGHTS, format_example, policy_messages
 from tasks import Task
 from tasks.tabular import ExpertArguments, TableJudge, Words, held_out, read_expert, table_task
 
+JUDGE_OPTIONS = ("map", "is_slippery", "observation", "thought", "horizon_steps")
+
 
 @dataclass
 class Arguments(ExpertArguments):

@@ -55,6 +55,9 @@ def riddle(record: Fields, _: random.Random) -> Question:
         raise InputError(f"column options: {count} of them, expected {FEWEST_OPTIONS} to {MOST_OPTIONS}")
     if question.options and sum(map(question.is_right, question.options)) != 1:
         raise InputError(f"column options: {', '.join(question.options)}: expected {answers[0]!r} once among them")
+    if question.options and question.chosen(answers[0]) is None:  # an alias is
+        right = next(filter(question.is_right, question.options))
+        return replace(question, answers=(right, *answers))
     return question
 
 
@@ -109,7 +112,11 @@ def riddles(arguments: Arguments) -> tuple[list[Question], list[Question]]:
     if arguments.test_dataset:
         judged = read_riddles(arguments.test_dataset, seed)
         known = {normalised(answer) for question in judged for answer in question.answers}
-        trained = [q for q in trained if not known & {normalised(answer) for answer in q.answers}]
+        others = [q for q in trained if not known & {normalised(answer) for answer in q.answers}]
+        if len(others) < len(trained):
+            left_out = f"{len(trained) - len(others)} riddles left out of training"
+            print(f"{left_out}: their answers are among those of --test_dataset", flush=True)
+        trained = others
     else:
         trained, judged = held_out(trained, arguments.test_share, seed)
     if arguments.options:
@@ -128,4 +135,5 @@ def _with_letters(question: Question) -> Question:
 
 WORDS = QuestionWords("Solve the riddle.", "I look for what fits every clue.")
 TASK = QuestionTask(WORDS, Arguments, riddles)
+JUDGE_OPTIONS = ("test_dataset",)
 make_task, make_judge = TASK.make_task, TASK.make_judge

@@ -496,12 +496,8 @@ def single_environment_judge(
 ) -> TableJudge:  # fmt: skip
     """The judge of an environment without maps.
 
-    `settings` may have `horizon_steps`, `observation` and `thought`; `InputError` for what only a lake has, and for an
-    observation or a thought of another environment.
+    `settings` may have `horizon_steps`, `observation` and `thought`; `InputError` for one of another environment.
     """
-    for option in ("map", "is_slippery"):
-        if option in settings:
-            raise InputError(f"--{option} {settings[option]}: is for lakes; {environment} has no such choice")
     chosen = arguments_of(**{name: settings[name] for name in ("observation", "thought") if name in settings})
     words, own = words_of(chosen.observation, chosen.thought), chosen.words_settings()
     return TableJudge([environment], words, reader, own, episodes, seed, settings.get("horizon_steps"))

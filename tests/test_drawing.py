@@ -269,6 +269,12 @@ def test_bad_target_files(tmp_path, content, words):
     assert "\n" not in str(caught.value)
 
 
+def test_a_target_that_is_no_text_is_one_line(tmp_path):
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
+    with pytest.raises(InputError, match=r"^--target .*picture.png: cannot be read \(.*\); expected lines of digits"):
+        read_target(str(tmp_path / "picture.png"))
+
+
 def test_a_target_from_a_file(tmp_path):
     (tmp_path / "flag.txt").write_text("1 2 3\n\n123\n")
     target = read_target(str(tmp_path / "flag.txt"))
@@ -322,6 +328,11 @@ def test_statements_that_change_nothing_are_removed(sandbox, body, expected):
     found = cleaned(code, draws)
     assert found == f"def task(img):\n    {expected}\n"
     assert draws(found) == draws(code)
+
+
+def test_a_program_that_cannot_be_written_out_again_stays_as_it_is(sandbox):
+    code = f"def task(img):\n    return img{'.copy()' * 400}\n"
+    assert cleaned(code, lambda other: sandbox.run_all([other], empty(2, 2))[0].grid) == code
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,18 @@ def test_flaws_of_the_expert(flags, tmp_path):
         np.testing.assert_allclose(np.sort(found_PA), np.sort(exact_PA), atol=1e-9)
 
 
+def test_the_share_of_wrong_states_is_that_of_all_maps_together(tmp_path):
+    flags = ["--random_maps", "50", "--rows", "states"]
+    tables = []
+    for share in ("0", "0.03"):
+        path = tmp_path / f"{share}.csv"
+        main([*flags, "--wrong_states", share, "--output", str(path)])
+        with warnings.catch_warnings(action="ignore"):
+            tables.append(read_expert_csv(path))
+    is_changed = [one != other for one, other in zip(*(table["q_values"] for table in tables), strict=True)]
+    assert sum(is_changed) == round(0.03 * len(is_changed))
+
+
 def test_noise_on_the_experts_values(tmp_path):
     """In units of the largest |Q|; another seed gives other noise."""
     drawn = []
@@ -221,12 +233,16 @@ def test_no_file_of_others_stands_in_the_way(tmp_path):
         ["--batches", "100000", "--episodes_per_batch", "100000"],
         ["--batches", "100000", "--episodes_per_batch", "1", "--method", "q_learning"],
         ["--random_maps", "100000", "--map_size", "64"],
+        ["--map_size", "8"],
+        ["--map", "8x8", "--random_maps", "5"],
+        ["--random_maps", "3", "--env_id", "Taxi-v4"],
+        ["--is_slippery", "false", "--env_id", "CliffWalking-v1"],
     ],
 )
 def test_bad_options(tmp_path, flags):
     with pytest.raises(InputError) as error:
         main([*flags, "--output", str(tmp_path / "a.csv")])
-    assert flags[1] in str(error.value)
+    assert flags[1] in str(error.value).lower()
     assert not list(tmp_path.iterdir())
 
 

@@ -1,6 +1,7 @@
 """Exact values against published numbers, linear solves and searches that share no code with the module."""
 
 from collections import deque
+from fractions import Fraction
 
 import gymnasium as gym
 import numpy as np
@@ -224,3 +225,48 @@ def test_bad_input(call, words):
     assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)
+
+
+# Policies that hardly ever leave a loop
+
+
+@pytest.mark.parametrize("is_slippery", [True, False])
+@pytest.mark.parametrize("chance", [1e-3, 1e-9, 1.5e-16, 1e-17, 1e-30])
+def test_a_start_that_is_hardly_ever_left_loses_nothing_without_a_limit(is_slippery, chance):
+    mdp = lake_mdp(CANONICAL_GRIDS["4x4"], is_slippery)
+    policy_SA = optimal_policy(mdp)
+    expected = policy_return(mdp, policy_SA)
+    policy_SA[0] = [0, chance, 0, 1 - chance]  # UP, and hardly ever DOWN
+    assert policy_return(mdp, policy_SA) == pytest.approx(expected, rel=1e-12)
+
+
+def in_fractions(mdp: MDP, policy_SA: np.ndarray) -> float:
+    """The value of the start, 0 in one map, by Gauss-Jordan elimination without any rounding."""
+    states, actions, outcomes = mdp.next_states_SAK.shape
+    matrix = [[Fraction(0)] * states for _ in range(states)]
+    right = [Fraction(0)] * states
+    for s, a in np.ndindex(states, actions):
+        chance = Fraction(policy_SA[s, a])
+        right[s] += chance * Fraction(mdp.rewards_SA[s, a]).limit_denominator(9)
+        matrix[s][s] += chance
+        for k in range(outcomes):
+            going_on = Fraction(mdp.probabilities_SAK[s, a, k]).limit_denominator(9)
+            matrix[s][mdp.next_states_SAK[s, a, k]] -= chance * going_on
+    inner = [s for s in range(states) if matrix[s][s]]
+    for c in inner:
+        for i in inner:
+            if i != c and (factor := matrix[i][c] / matrix[c][c]):
+                matrix[i] = [own - factor * other for own, other in zip(matrix[i], matrix[c], strict=True)]
+                right[i] -= factor * right[c]
+    return float(right[0] / matrix[0][0])
+
+
+@pytest.mark.parametrize("is_slippery", [True, False])
+@pytest.mark.parametrize("spread", [1, 10, 30])
+def test_values_of_nearly_deterministic_policies_equal_those_in_fractions(is_slippery, spread):
+    mdp, generator = lake_mdp(CANONICAL_GRIDS["4x4"], is_slippery), np.random.default_rng(spread)
+    for _ in range(3):
+        logits_SA = spread * generator.normal(size=(16, 4))
+        policy_SA = np.exp(logits_SA - logits_SA.max(axis=1, keepdims=True))
+        policy_SA /= policy_SA.sum(axis=1, keepdims=True)
+        assert policy_return(mdp, policy_SA) == pytest.approx(in_fractions(mdp, policy_SA), rel=1e-9)

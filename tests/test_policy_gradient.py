@@ -23,6 +23,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import evaluate_policy
+from llm_policy.environments.gym_env import make_gym_environment
 from llm_policy.errors import EXIT_INTERRUPTED, InputError
 from llm_policy.models import load_model, load_tokenizer
 from llm_policy.policy_gradient import judge, progress
@@ -517,6 +518,20 @@ def test_a_signal_in_the_last_update_leaves_before_the_judging(model, tmp_path, 
     assert "judging the policies" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("env_id", "options", "horizon_steps", "words"),
+    [
+        ("CartPole-v1", {}, None, "500 +- 0"),
+        ("CartPole-v1", {}, 30, ""),
+        ("FrozenLake-v1", {}, None, ".22"),
+        ("FrozenLake-v1", {"is_slippery": False}, None, ""),
+    ],
+)
+def test_published_figures_stand_beside_the_usual_environment_alone(env_id, options, horizon_steps, words):
+    lines = judge.published_lines(make_gym_environment(env_id, options, horizon_steps))
+    assert (words in lines[0]) if words else not lines
+
+
 def metrics_of(folder) -> list[dict]:
     """All but what depends on time and on what is kept in memory."""
     lines = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
@@ -534,6 +549,9 @@ def test_a_run_stands_beside_others(model, tmp_path, capfd):
     names = [row["policy"] for row in json.loads((tmp_path / "a" / "evaluation.json").read_text())["policies"]]
     assert names[3:] == [f"{lake}, greedy", f"{lake}, sampled", "expert"]
     assert "0.8235" in capfd.readouterr().out
+    assert evaluate_policy.main(["--policies", str(lake), "--map", "4x4"]) == 0
+    with pytest.raises(InputError, match=r"--map 8x8: .*lake knows the lake that it was trained on alone"):
+        evaluate_policy.main(["--policies", str(lake), "--map", "8x8"])
     assert evaluate_policy.main(["--policies", str(first), str(second), "--output_dir", str(tmp_path / "b")]) == 0
     rows = {row["policy"]: row for row in json.loads((tmp_path / "b" / "evaluation.json").read_text())["policies"]}
     own = {row["policy"]: row for row in json.loads((first / "evaluation.json").read_text())["policies"]}

@@ -33,7 +33,7 @@ from llm_policy.grpo.arguments import ScriptArguments, check_processes
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.run_files import ROOT
 
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 300
 # Eight completions of two groups: four in each of two processes
 RUN = ("--warm_start_prompts", 11, "--save_steps", 3, "--max_steps", 3, "--report_to", "none", "--evaluate_steps", 3)
 
@@ -373,6 +373,36 @@ def test_the_launcher_passes_signals_and_exit_codes_on(answering_llama, tmp_path
     assert rest.strip().splitlines()[-1].startswith("SIGUSR1: checkpoint of step ")
     assert sum("SIGUSR1: finishing the step" in line for line in rest.splitlines()) == 1
     assert len(list(out.glob("checkpoint-*"))) == 1
+
+
+def test_a_launcher_under_nohup_outlives_its_terminal(tmp_path):
+    (tmp_path / "waits.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(2)\nprint('done')\n")
+    command = [sys.executable, "-m", "llm_policy.launch", "--nproc_per_node", "1", str(tmp_path / "waits.py")]
+    child = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )  # fmt: skip
+    assert child.stdout.readline() == "begun\n"
+    child.send_signal(signal.SIGHUP)
+    assert child.communicate(timeout=TIMEOUT_SECONDS)[0] == "done\n"
+    assert child.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--nproc_per_node", "0", "expected at least one process"),
+        ("--nproc_per_node", "-1", "expected at least one process"),
+        ("--nproc_per_node", "abc", "abc"),
+        ("--nnodes", "two", "two"),
+    ],
+)
+def test_a_wrong_number_of_processes_is_one_line(option, value, words, monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # of this process
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with pytest.raises(InputError, match=words) as error:
+        launch.main([f"{option}={value}", "train_script.py"])
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -223,3 +223,23 @@ def test_a_split_needs_both_sides(share):
     questions = [Question("one?", ("x",)), Question("two?", ("x",))]
     with pytest.raises(InputError, match="expected some of both"):
         held_out(questions, share, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "answer", "option"),
+    [
+        (("fly", "robin"), "A: robin", None),  # no article, and the words of another option
+        (("fly", "robin"), "A: fly", 0),
+        (("fly", "robin"), "B. a robin", 1),
+        (("B", "A"), "A", 0),  # the letter, not the words
+        (("+", "-"), "", None),
+        (("+", "5"), "", None),
+        (("Cut the box", "Cut the boxes"), "cut the box", None),
+        (("Cut the box", "Cut the boxes"), "b", 1),
+    ],
+)
+def test_a_letter_and_words_name_one_option(options, answer, option):
+    for right, letter in enumerate("AB"):
+        question = Question("Which?", (letter, options[right]), options, by_letter=True)
+        assert question.chosen(answer) == option
+        assert question.is_right(answer) == (option == right)

@@ -62,3 +62,9 @@ def test_every_legal_letter_has_its_reward():
     for question, rewards in zip(questions, legal_rewards(questions, [1, 0, 0, 0]), strict=True):
         texts = [reply("x", letter) for letter in question.legal]
         assert question_reward(texts, answers=[question.answers] * 2) == rewards.tolist()
+
+
+def test_the_letter_of_another_option_is_wrong_whatever_words_follow():
+    replies = [reply("wings", answer) for answer in ("B: robin", "A: robin", "robin", "B", "A")]
+    columns = {"answers": [["B", "robin"]] * 5, "lettered": [["fly", "robin", "cow"]] * 5}
+    assert correct_reward(replies, **columns) == [2.0, 0.0, 2.0, 2.0, 0.0]

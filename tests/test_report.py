@@ -216,6 +216,11 @@ def test_ablations_section(results):
         flags = f"-- --max_steps 40 --{name} 1 --stop_when either --beta 2 --objective expected"
         (folder / "command.txt").write_text(f"python results/run.py --name ablation_{name} {options}{flags}\n")
         write_seed(folder / "seed-1", 0.3)
+    # Without an objective it is the default's, of which there is no unchanged result here
+    folder = results / "ablations/ablation_form"
+    folder.mkdir()
+    (folder / "command.txt").write_text("python results/run.py --name ablation_form -- --max_steps 40 --form_coef 0\n")
+    write_seed(folder / "seed-1", 0.3)
     # What the unchanged command says as well is no change
     command = results / "canonical/canonical_slippery/command.txt"
     command.write_text("python results/run.py --name canonical_slippery -- --objective expected --beta 3\n")
@@ -224,6 +229,8 @@ def test_ablations_section(results):
         metrics.read_text() + json.dumps({"step": 5, "seconds": 9.0, "policy/percent_of_optimal": 100.0}) + "\n"
     )
     assert ablations.ablations_section(lakes.training_results()).splitlines()[2:] == [
+        "| [`--form_coef 0`](results/ablations/ablation_form) | **0.3000** (0.3000) | 9 of 11 | never | 2 | 4 "
+        f"| says 0.3 | {WHEN} |",
         "| *canonical_slippery, unchanged* | **0.6000** (0.8000, 0.4000) | 9, 9 of 11 | 5, never | 5, 2 | 4, 4 "
         f"| says 0.4 | {WHEN} |",
         "| [`--kl 1 --beta 2`](results/ablations/ablation_kl) | **0.3000** (0.3000) | 9 of 11 | never | 2 | 4 "
@@ -304,7 +311,7 @@ def test_policy_gradient_section(results):
         for seed in seeds:
             seed["policies"]["untrained, greedy"] = policy("untrained, greedy", 0.0, 0)
     found = {"policy": "ours", "value": 55.0, "episodes": 1200}
-    search = {"env_id": "CartPole-v1", "searched": "ours", "policies": [found], "minutes": 2.0}
+    search = {"env_id": "CartPole-v1", "horizon_steps": 500, "searched": "ours", "policies": [found], "minutes": 2.0}
     search["made"] = trained["natural_slippery"][0]["made"]
     section = policy_gradient.policy_gradient_section(policy_gradient.policy_gradients(), trained, {"search": [search]})
     rows = [cells(row) for row in section.splitlines()[2:]]
@@ -608,6 +615,26 @@ def test_search_section(results):
     assert "| 2 | **0.2000** (0.3000, 0.1000) | 400, 400 | 2.5, 2.5 |" in lines[5]
     assert "**0.3000** (0.4000, 0.2000)" in lines[6]  # within the limit, greedy
     assert [cells(line)[-1] for line in lines[2:]] == ["2026-11-21, ccccccc"] * 4 + [WHEN, ""]
+
+
+def test_a_search_that_found_no_policy_is_in_the_table(results):
+    write_search(results / "policy_search/props_frozen_lake")
+    file = results / "policy_search/props_frozen_lake/seed-2/evaluation.json"
+    content = json.loads(file.read_text())
+    content["policies"][-1]["value"] = None
+    file.write_text(json.dumps(content))
+    lines = report.all_sections(lakes.training_results())["search"].splitlines()
+    assert "| 2 | 0.3000, none | 400, 400 |" in lines[5]
+
+
+@pytest.mark.parametrize("changed", [{"env_options": {"is_slippery": False}}, {"horizon_steps": 50}])
+def test_the_slippery_lakes_rows_stand_beside_no_other_lake(changed, results):
+    (results / "canonical/canonical_slippery").rename(results / "canonical/natural_slippery")
+    write_search(results / "policy_search/props_frozen_lake")
+    for seed in (1, 2):
+        file = results / f"policy_search/props_frozen_lake/seed-{seed}/evaluation.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changed))
+    assert "GRPO, this repository" not in report.all_sections(lakes.training_results())["search"]
 
 
 def test_a_damaged_file_is_named(results):

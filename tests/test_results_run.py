@@ -65,6 +65,18 @@ def test_other_seeds_are_added_to_the_command(started, tmp_path):
     assert len(started) == 4
 
 
+def test_a_command_whose_first_call_is_refused_leaves_its_name_free(started, tmp_path, monkeypatch):
+    codes = iter([2, 75, 2])
+    with monkeypatch.context() as patch:
+        patch.setattr(results_run, "run_to_its_end", lambda command: next(codes))
+        assert results_run.main([*KL[:-2], "--betta", "0.1"]) == 2
+        assert not (tmp_path / "results/ablations/kl/command.txt").exists()
+        assert results_run.main(KL) == 75  # begun: the name is taken
+        assert results_run.main(KL) == 2
+    assert (tmp_path / "results/ablations/kl/command.txt").exists()
+    assert results_run.main(KL) == 0
+
+
 def test_another_command_does_not_go_into_the_same_folder(started, tmp_path):
     results_run.main(KL)
     expected = (

@@ -73,6 +73,23 @@ def test_what_the_model_reads():
     assert user["content"] == "I have keys.\nOptions: map, piano"
 
 
+def test_an_alias_among_the_options_is_the_answer():
+    record = {"question": "x", "answer": "map", "aliases": ["globe"], "options": ["sea", "globe"]}
+    question = riddle(record, random.Random(0))
+    assert question.answers == ("globe", "map", "globe")
+    assert question.chosen(question.answers[0]) == 1
+
+
+def test_riddles_with_an_answer_of_the_test_file_are_left_out(tmp_path, capsys):
+    for name, lines in {"own": [("1?", "yes"), ("2?", "no")], "test": [("3?", "Yes")]}.items():
+        rows = [json.dumps({"question": question, "answer": answer}) for question, answer in lines]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    files = {"dataset": str(tmp_path / "own.jsonl"), "test_dataset": str(tmp_path / "test.jsonl")}
+    trained, judged = riddles(asked(**files))
+    assert [question.text for question in trained + judged] == ["2?", "3?"]
+    assert "1 riddles left out of training: their answers are among those of --test_dataset" in capsys.readouterr().out
+
+
 BAD = [
     (asked(by_letter=True), "--by_letter true: a riddle has no options"),
     (

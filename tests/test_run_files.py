@@ -26,6 +26,7 @@ from llm_policy.run_files import (
     check_output_dir,
     check_same_run,
     checksum,
+    commit,
     finished_text,
     only_process_in,
     processes_before,
@@ -86,6 +87,11 @@ def test_optional_arguments_survive_the_resolved_config(tmp_path):
 
 
 # Writing -----------------------------------------------------------------------------------------------------------
+
+
+def test_without_git_the_commit_is_unknown(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert commit() == "unknown"
 
 
 def test_no_half_of_a_file_is_seen(tmp_path, monkeypatch):

@@ -97,6 +97,16 @@ class ExpertOptions:
             "method": ("value_iteration", "q_learning"),
         }
         check_choices(self, choices)
+        of_lakes = {name: getattr(self, name) for name in ("map", "random_maps", "map_size", "is_slippery")}
+        given = [name for name, value in of_lakes.items() if value != type(self).__dataclass_fields__[name].default]
+        if given and not issubclass(ENVIRONMENTS[self.env_id], FrozenLake):
+            raise InputError(f"--{given[0]} {of_lakes[given[0]]}: is for lakes; {self.env_id} has no such choice")
+        if "map" in given and self.random_maps:
+            raise InputError(f"--map {self.map} with --random_maps {self.random_maps}: give one of the two")
+        if "map_size" in given and not self.random_maps:
+            raise InputError(
+                f"--map_size {self.map_size}: is of random maps; give --random_maps, or a --map of that size"
+            )
 
 
 def q_columns(actions: Sequence[str]) -> tuple[str, ...]:
@@ -164,17 +174,18 @@ def expert_q(environment: TableEnvironment, options: ExpertOptions, progress: bo
 
 
 def flawed_q(
-    environment: TableEnvironment, q_SA: np.ndarray, options: ExpertOptions, random: np.random.Generator
+    environment: TableEnvironment, q_SA: np.ndarray, options: ExpertOptions, random: np.random.Generator, wrong: int
 ) -> np.ndarray:
     """The Q-values of an expert with the flaws that the options ask for; the same values where they ask for none.
 
     Args:
         random: one generator for all maps.
+        wrong: in how many states the best and the worst change places.
     """
     q_SA, states = q_SA.copy(), np.array(environment.acting_states)
     if options.noise:
         q_SA[states] += options.noise * np.abs(q_SA).max() * random.standard_normal(q_SA[states].shape)
-    is_wrong_P = random.permutation(len(states)) < round(options.wrong_states * len(states))
+    is_wrong_P = random.permutation(len(states)) < wrong
     for state in states[is_wrong_P]:
         best, worst = q_SA[state].argmax(), q_SA[state].argmin()
         q_SA[state, [best, worst]] = q_SA[state, [worst, best]]
@@ -232,8 +243,12 @@ def write_expert_csv(options: ExpertOptions, progress: bool = False, config: str
     rows: list[tuple] = []
     successes, ceilings = [], []
     random = np.random.default_rng(options.seed)
+    seen_states = wrong_so_far = 0
     for environment in tqdm(environments, desc="maps", disable=not progress or progress_here):
-        q_SA = flawed_q(environment, expert_q(environment, options, progress_here), options, random)
+        seen_states += len(environment.acting_states)
+        wrong = round(options.wrong_states * seen_states) - wrong_so_far  # what one rounds off the next makes up for
+        wrong_so_far += wrong
+        q_SA = flawed_q(environment, expert_q(environment, options, progress_here), options, random, wrong)
         rows.extend(expert_rows(environment, q_SA, options, progress_here))
         horizon = options.horizon_steps or environment.horizon_steps
         successes.append(float(policy_return(environment.mdp, greedy_policy(q_SA), horizon_steps=horizon)))

@@ -45,6 +45,12 @@ class GymEnvironment:
     mdp: MDP | None
     options: Mapping[str, Any]
 
+    @property
+    def is_usual(self) -> bool:
+        """Whether it is as Gymnasium makes it by its name alone: only then do published figures compare."""
+        usual = gymnasium.spec(self.env_id).max_episode_steps or DEFAULT_HORIZON_STEPS
+        return not self.options and self.horizon_steps == usual
+
 
 def read_env_options(given: Mapping | str | None) -> tuple[str, dict]:
     """`--env_options` as text and as a mapping; a YAML file may hold a mapping. `InputError` for anything else."""

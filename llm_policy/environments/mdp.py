@@ -155,9 +155,9 @@ def optimal_policy(mdp: MDP) -> np.ndarray:
 def policy_values(mdp: MDP, policy_SA: np.ndarray, gamma: float = 1.0, horizon_steps: int | None = None) -> np.ndarray:
     """The expected return of a policy from each state, shape ([M,] S), exact.
 
-    Without `horizon_steps` by a linear solve. At gamma 1 the solve covers the states from which the policy can end the
-    episode; elsewhere the value is 0 if no reward ever comes, and -inf (inf) if a negative (positive) one keeps coming.
-    With it, by recursion over that many steps.
+    Without `horizon_steps` by elimination of states, which is exact however rarely the policy leaves a loop. At gamma 1
+    it covers the states from which the policy can end the episode; elsewhere the value is 0 if no reward ever comes,
+    and -inf (inf) if a negative (positive) one keeps coming. With `horizon_steps`, by recursion over that many steps.
     InputError if the policy's shape or the horizon is wrong.
     """
     _check_gamma(gamma)
@@ -171,9 +171,11 @@ def policy_values(mdp: MDP, policy_SA: np.ndarray, gamma: float = 1.0, horizon_s
         for maps in _chunks(stack):
             part, policy = _select(stack, maps), policy_MSA[maps]
             next_states_MSK = part.next_states_SAK.reshape(*policy.shape[:2], -1)
-            probabilities_MSK = (part.probabilities_SAK * policy[..., None]).reshape(next_states_MSK.shape)
-            rewards_MS = np.einsum("msa,msa->ms", policy, part.rewards_SA)
-            values_MS[maps], _ = _solve_chain(next_states_MSK, probabilities_MSK, rewards_MS, gamma)
+            probabilities_MSK = gamma * (part.probabilities_SAK * policy[..., None]).reshape(next_states_MSK.shape)
+            exits_MSA = 1.0 - gamma * part.probabilities_SAK.sum(axis=3)
+            exits_MSA[exits_MSA < PROBABILITY_ROUNDING] = 0.0
+            exits_MS, rewards_MS = (np.einsum("msa,msa->ms", policy, what) for what in (exits_MSA, part.rewards_SA))
+            values_MS[maps] = _eliminate(next_states_MSK, probabilities_MSK, exits_MS, rewards_MS)
     return values_MS.reshape(mdp.start_S.shape)
 
 
@@ -250,26 +252,65 @@ def _solve_chain(
     next_states_MSK: np.ndarray, probabilities_MSK: np.ndarray, rewards_MS: np.ndarray, gamma: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Values of Markov chains with rewards, (M, S), and the longest expected (discounted) duration of each, (M,)."""
-    maps, states = rewards_MS.shape
-    index_MSK = _flat_successors(next_states_MSK)
-    ends_MS = np.ones(rewards_MS.shape, dtype=bool)
-    values_in_loops_MS = np.zeros(rewards_MS.shape)
-    if gamma == 1.0:
-        moves_MSK = probabilities_MSK > 0
-        ends_MS = _can_reach(probabilities_MSK.sum(axis=2) < 1 - PROBABILITY_ROUNDING, index_MSK, moves_MSK)
-        for sign in (1, -1):
-            if (sign * rewards_MS[~ends_MS] > 0).any():
-                pays_MS = _can_reach(~ends_MS & (sign * rewards_MS > 0), index_MSK, moves_MSK)
-                values_in_loops_MS[pays_MS] = sign * np.inf
-
-    row_MS = np.arange(maps * states).reshape(maps, states) * states
-    flow_MSK = np.where(ends_MS[..., None], gamma * probabilities_MSK, 0.0)
-    cells = (row_MS[..., None] + next_states_MSK).ravel()
-    flow_MSS = np.bincount(cells, flow_MSK.ravel(), maps * states * states).reshape(maps, states, states)
+    exits_MS = gamma * probabilities_MSK.sum(axis=2) < 1 - PROBABILITY_ROUNDING
+    ends_MS, values_in_loops_MS = _endings(next_states_MSK, probabilities_MSK, exits_MS, rewards_MS)
+    flow_MSS = _dense(next_states_MSK, np.where(ends_MS[..., None], gamma * probabilities_MSK, 0.0))
     right_MS2 = np.stack([np.where(ends_MS, rewards_MS, 0.0), ends_MS.astype(float)], axis=2)
-    solution_MS2 = np.linalg.solve(np.eye(states) - flow_MSS, right_MS2)
+    solution_MS2 = np.linalg.solve(np.eye(rewards_MS.shape[1]) - flow_MSS, right_MS2)
     values_MS = np.where(np.isinf(values_in_loops_MS), values_in_loops_MS, solution_MS2[..., 0])
     return values_MS, np.maximum(1.0, solution_MS2[..., 1].max(axis=1))
+
+
+def _eliminate(
+    next_states_MSK: np.ndarray, probabilities_MSK: np.ndarray, exits_MS: np.ndarray, rewards_MS: np.ndarray
+) -> np.ndarray:
+    """Values of Markov chains with rewards, (M, S): states leave one by one, and those before them take over.
+
+    A linear solve takes what stays from 1, and knows nothing any more of a loop that is left once in 1e16 steps. Here
+    nothing is subtracted (Grassmann, Taksar and Heyman 1985).
+
+    Args:
+        exits_MS: the probability that the episode ends here; with the row of `probabilities_MSK` it sums to 1.
+    """
+    ends_MS, values_in_loops_MS = _endings(next_states_MSK, probabilities_MSK, exits_MS > 0, rewards_MS)
+    flow_MSS = _dense(next_states_MSK, np.where(ends_MS[..., None], probabilities_MSK, 0.0))
+    exits_MS, rewards_MS = np.where(ends_MS, exits_MS, 1.0), np.where(ends_MS, rewards_MS, 0.0)
+    for state in reversed(range(rewards_MS.shape[1])):
+        leaving_M1 = (flow_MSS[:, state, :state].sum(axis=1) + exits_MS[:, state])[:, None]
+        leaving_M1 = np.maximum(leaving_M1, np.finfo(float).tiny)
+        flow_MSS[:, state, :state] /= leaving_M1
+        exits_MS[:, state] /= leaving_M1[:, 0]
+        rewards_MS[:, state] /= leaving_M1[:, 0]
+        arriving_MS = flow_MSS[:, :state, state]
+        flow_MSS[:, :state, :state] += arriving_MS[:, :, None] * flow_MSS[:, None, state, :state]
+        exits_MS[:, :state] += arriving_MS * exits_MS[:, None, state]
+        rewards_MS[:, :state] += arriving_MS * rewards_MS[:, None, state]
+    values_MS = rewards_MS
+    for state in range(rewards_MS.shape[1]):
+        values_MS[:, state] += np.einsum("ms,ms->m", flow_MSS[:, state, :state], values_MS[:, :state])
+    return np.where(np.isinf(values_in_loops_MS), values_in_loops_MS, values_MS)
+
+
+def _endings(
+    next_states_MSK: np.ndarray, probabilities_MSK: np.ndarray, exits_MS: np.ndarray, rewards_MS: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(states from which the episode can end, (M, S); what others are worth if it is endless, else 0)."""
+    index_MSK, moves_MSK = _flat_successors(next_states_MSK), probabilities_MSK > 0
+    ends_MS = _can_reach(exits_MS, index_MSK, moves_MSK)
+    values_in_loops_MS = np.zeros(rewards_MS.shape)
+    for sign in (1, -1):
+        if (sign * rewards_MS[~ends_MS] > 0).any():
+            pays_MS = _can_reach(~ends_MS & (sign * rewards_MS > 0), index_MSK, moves_MSK)
+            values_in_loops_MS[pays_MS] = sign * np.inf
+    return ends_MS, values_in_loops_MS
+
+
+def _dense(next_states_MSK: np.ndarray, probabilities_MSK: np.ndarray) -> np.ndarray:
+    """Probabilities of going from one state to another, (M, S, S)."""
+    maps, states = next_states_MSK.shape[:2]
+    cells_MSK = np.arange(maps * states).reshape(maps, states, 1) * states + next_states_MSK
+    flow = np.bincount(cells_MSK.ravel(), probabilities_MSK.ravel(), maps * states * states)
+    return flow.reshape(maps, states, states)
 
 
 def _can_reach(target_MS: np.ndarray, index_MSK: np.ndarray, moves_MSK: np.ndarray) -> np.ndarray:

@@ -95,7 +95,7 @@ class ScriptArguments(WarmStartArguments):
         default=0.0, metadata={"help": "Weight of the form's log-odds; raises the thoughts that are sampled, too."}
     )
     thought_coef: float = field(
-        default=0.0, metadata={"help": "Weight of the taught thought's log-likelihood, rehearsed beside the objective."}
+        default=0.0, metadata={"help": "Weight of the taught thought's log-likelihood, rehearsed as well."}
     )
     action_baseline: float = field(
         default=0.0,

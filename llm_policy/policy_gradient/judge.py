@@ -45,9 +45,9 @@ from llm_policy.run_files import CONFIG_FILE, EVALUATION_FILE, write_whole
 from llm_policy.statistics import Z_95
 from llm_policy.tables import show
 
-# Mean returns of others, not run here: environment without version -> what -> score
+# Mean returns of others, not run here: environment (HalfCheetah: any version) -> what -> score
 PUBLISHED = {
-    "CartPole": {
+    "CartPole-v1": {
         "PPO, 100k steps (rl-zoo)": "500 +- 0",
         "TRPO, 100k steps (rl-zoo)": "500 +- 0",
         "PPO (Verma and Shukla)": "500 by episode 350",
@@ -58,15 +58,17 @@ PUBLISHED = {
         "v3, PPO tuned, 1M steps (rl-zoo)": "5819 +- 664",
         "v4, PPO, 1M steps (CleanRL)": "1867 +- 48",
     },
-    "FrozenLake": {"TRPO, 8,000 episodes (arXiv 2511.21928)": ".22", "PPO, the same": ".16"},
+    "FrozenLake-v1": {"TRPO, 8,000 episodes (arXiv 2511.21928)": ".22", "PPO, the same": ".16"},
 }
 JUDGED_AT_ONCE = 20  # episodes: a language model reads their states together
 UNTRAINED, GREEDY, SAMPLED = "untrained, greedy", "trained, greedy", "trained, sampled"
 
 
-def published_lines(env_id: str) -> list[str]:
-    """What others report, as a line; [] where nothing is known."""
-    figures = PUBLISHED.get(env_id.rpartition("/")[2].partition("-")[0], {})
+def published_lines(environment: GymEnvironment) -> list[str]:
+    """What others report of the environment as it usually is, as a line; [] where nothing is known."""
+    name = environment.env_id.rpartition("/")[2]
+    known = PUBLISHED.get(name) or PUBLISHED.get(name.partition("-")[0], {})
+    figures = known if environment.is_usual else {}
     return ["published, not run here: " + "; ".join(f"{k} {v}" for k, v in figures.items())] if figures else []
 
 
@@ -279,7 +281,7 @@ def compare(
         scores = reference_scores(environment, arguments)
         lines = {score.policy: score.mean_return for score in scores}
         scores += [EpisodeScore(**found) for found in answers_of.values()]
-        text = show(score_table(scores, title), *published_lines(environment.env_id))
+        text = show(score_table(scores, title), *published_lines(environment))
         rows = json.dumps(about | {"policies": [asdict(score) for score in scores]}, indent=1)
 
         def save(folder: Path) -> None:
@@ -290,7 +292,7 @@ def compare(
     horizon = environment.horizon_steps
     evaluated = evaluate_policies(policies, [table], horizon_steps=horizon, seed=arguments.seed)
     rows_table, ceiling = evaluation_table(evaluated, title)
-    text = show(rows_table, ceiling, *published_lines(environment.env_id))
+    text = show(rows_table, ceiling, *published_lines(environment))
     greedy = policies.get(GREEDY, [])
     verdict = policy_verdict(greedy, [table], [score_policy(table, greedy[0], horizon)]) if greedy else ""
     earned = {p.name: p.scores[0].return_at_horizon or p.scores[0].success_at_horizon for p in evaluated[:3]}

@@ -7,11 +7,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import gymnasium
 import numpy as np
 from rich.table import Table
 
-from llm_policy.environments.gym_env import DEFAULT_HORIZON_STEPS, GymEnvironment, returns
+from llm_policy.environments.gym_env import GymEnvironment, returns
 from llm_policy.environments.mdp import optimal_policy, optimal_return, policy_return
 from llm_policy.policy_search.parameters import Parameters, SearchProblem
 from llm_policy.policy_search.search import Step, seed_of
@@ -203,10 +202,8 @@ def ceiling_text(environment: GymEnvironment) -> list[str]:
 
 
 def published_of(environment: GymEnvironment) -> dict[str, str]:
-    """Figures of the paper, where the environment is as Gymnasium makes it: only then do they compare."""
-    own = gymnasium.spec(environment.env_id).max_episode_steps or DEFAULT_HORIZON_STEPS
-    is_usual = not environment.options and environment.horizon_steps == own
-    return PUBLISHED.get(environment.env_id, {}) if is_usual else {}
+    """Figures of the paper that compare with ours; {} where there are none."""
+    return PUBLISHED.get(environment.env_id, {}) if environment.is_usual else {}
 
 
 def published_text(environment: GymEnvironment) -> list[str]:

@@ -269,7 +269,7 @@ class LocalProposer:
         so_far = "".join(self._pieces[token] for token in reply)
         if "\n" in so_far:
             return list(self._pieces)
-        if self._space.is_whole(so_far):
-            return self._line_breaks
         allowed = [token for token, piece in self._of_values.items() if self._space.can_begin(so_far + piece)]
+        if self._space.is_whole(so_far):
+            return self._line_breaks + allowed  # the last value may have another digit
         return allowed or list(self._pieces)  # a tokenizer that cannot spell it: then the parser decides

@@ -1,16 +1,16 @@
 """One change at a time, from this repository's configuration and from the original's."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from llm_policy.report.cells import each, link, markdown, values
 from llm_policy.report.dates import made_by
 from llm_policy.report.lakes import first_optimum, last_step, of_studies, trained_greedy
 from llm_policy.report.studies import ABLATIONS
 
-# What ablations start from: a result, and the configuration that their command names (None: the default)
-ABLATED = {"canonical_slippery": None, "original_reproduced": "configs/laptop_original.yaml"}
-DEFAULT_CONFIG = "configs/laptop.yaml"
+# What ablations start from: the configuration's own objective, `expected` by name, and the original
+ABLATED = ("natural_slippery", "canonical_slippery", "original_reproduced")
+DEFAULT_CONFIG, ORIGINAL_CONFIG = "configs/laptop.yaml", "configs/laptop_original.yaml"
 SAME_IN_ABLATIONS = ("--max_steps", "--stop_when", "--samples_per_state")
 
 
@@ -21,14 +21,13 @@ def ablations_section(results: Mapping[str, list[dict]]) -> str:
         "minutes", "worst seed", "date, commit",
     ]  # fmt: skip
     ablations = of_studies(results, ABLATIONS)
-    configs = dict.fromkeys([*ABLATED.values(), *(_config(seeds) for seeds in ablations.values())])
+    starts = {name: _start(seeds[0]["command"]) for name, seeds in ablations.items()}
     rows = []
-    for config in configs:
-        unchanged = [name for name, base in ABLATED.items() if base == config and name in results]
-        labels = {f"*{name}, unchanged*": results[name] for name in unchanged}
-        shared = _options(results[unchanged[0]][0]["command"]) if unchanged else {}
+    for start in sorted(dict.fromkeys(starts.values()), key=[*ABLATED, *starts.values()].index):
+        labels = {f"*{start}, unchanged*": results[start]} if start in results else {}
+        shared = _options(results[start][0]["command"]) if start in results else {}
         for name, seeds in ablations.items():
-            if _config(seeds) == config:
+            if starts[name] == start:
                 labels[link(f"`{_change(seeds[0]['command'], shared)}`", ABLATIONS, name)] = seeds
         for label, seeds in labels.items():
             trained, states, worst = trained_greedy(seeds)
@@ -47,10 +46,12 @@ def ablations_section(results: Mapping[str, list[dict]]) -> str:
     return markdown(headers, rows)
 
 
-def _config(seeds: Sequence[dict]) -> str | None:
-    command = seeds[0]["command"]
-    config = command[command.index("--config") + 1] if "--config" in command else None
-    return None if config == DEFAULT_CONFIG else config
+def _start(command: list[str]) -> str:
+    """The result that a command changes something of; its configuration, where that is another one."""
+    config = command[command.index("--config") + 1] if "--config" in command else DEFAULT_CONFIG
+    if config == DEFAULT_CONFIG:
+        return "canonical_slippery" if "--objective" in _options(command) else "natural_slippery"
+    return "original_reproduced" if config == ORIGINAL_CONFIG else config
 
 
 def _change(command: list[str], shared: Mapping[str, list[str]]) -> str:

@@ -32,6 +32,10 @@ def with_seeds(label: str, seeds: Sequence[dict]) -> str:
 def values(rows: Sequence[dict], key: str, decimals: int | None = None) -> str:
     """The mean in bold, and what the seeds gave behind it."""
     found = [row[key] for row in rows]
+    if None in found:  # a search that found no policy has no value
+        return listed(
+            ["none" if value is None else f"{value:.{4 if decimals is None else decimals}f}" for value in found]
+        )
     if decimals is None:
         decimals = 4 if max(map(abs, found)) < 10 else 1  # probabilities, or returns of long episodes
     return f"**{np.mean(found):.{decimals}f}** ({listed([f'{value:.{decimals}f}' for value in found])})"

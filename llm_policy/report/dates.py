@@ -31,15 +31,15 @@ def history() -> dict[str, tuple[int, str]]:
 def made(file: Path) -> Made:
     """When and by which code a result was made, by its run.json or by what a benchmark wrote: one entry per part.
 
-    The date is that of the file, else that of the commit. Where the file names no known commit, both are of the first
-    commit that holds this content, whatever its path was then.
+    The date is that of the file, else that of the commit. Where the file names a commit that is not known, or
+    neither, both are of the first commit that holds this content, whatever its path was then.
     """
     content = files.read_json(file)
     entries = []
     for part in (content, *content.get("resumed", [])):
         commit, date = part.get("commit", "").replace("unknown", ""), part.get("date", "")[:10]
         seconds, commit_date = history().get(commit, (0, ""))
-        if date or commit_date:
+        if commit_date or (date and not commit):
             entries.append((date or commit_date, seconds, commit))
     return entries or first_committed(file)
 

@@ -14,6 +14,7 @@ from llm_policy.report import files
 from llm_policy.report.cells import each, link, listed, markdown, values, with_seeds
 from llm_policy.report.dates import made, made_by
 from llm_policy.report.lakes import SUMMARY_LAKE, PolicyRow
+from llm_policy.report.search import is_slippery_lake
 from llm_policy.report.studies import (
     CANONICAL,
     POLICY_GRADIENT,
@@ -65,7 +66,7 @@ def played_by(folder: Path) -> list[dict]:
             found.append(
                 {
                     **{name: run[name] for name in ("env_id", "algorithm", "actor", "horizon_steps")},
-                    "options": evaluation["env_options"],
+                    "env_options": evaluation["env_options"],
                     "score": "success_at_horizon" if is_exact else "mean_return",
                     "is_centered": not re.search(r"--center[ =]false", command),
                     "max_episodes": int(budget[1]) if budget else None,
@@ -117,7 +118,7 @@ def policy_gradient_section(
                 ]
             )
         for name, seeds in searches.items():
-            if seeds[0]["env_id"] == first[0]["env_id"] and not seeds[0].get("env_options"):
+            if _played_in(seeds[0]) == _played_in(first[0]):
                 own = [next(row for row in seed["policies"] if row["policy"] == seed["searched"]) for seed in seeds]
                 minutes = each(seeds, lambda seed: f"{seed['minutes']:.1f}")
                 played = listed([f"{row['episodes']:,}" for row in own])
@@ -125,7 +126,7 @@ def policy_gradient_section(
                 rows.append(
                     [where, label, len(seeds), score_of_search, "", "", "", played, minutes, "", made_by(seeds)]
                 )
-        if first[0]["env_id"] == "FrozenLake-v1" and SUMMARY_LAKE in trained:
+        if is_slippery_lake(first[0]) and SUMMARY_LAKE in trained:
             runs = trained[SUMMARY_LAKE]
             scores = [values([run["policies"][kind] for run in runs], score) for kind in (TRAINED, SAMPLED, UNTRAINED)]
             minutes = each(runs, lambda run: f"{run['minutes']:.1f}")
@@ -140,8 +141,13 @@ def _actor(seed: dict) -> str:
     return f"{seed['algorithm'].upper()}, {seed['actor']}{'' if seed['is_centered'] else ', not centred'}{budget}"
 
 
+def _played_in(seed: dict) -> tuple:
+    """Environment, options and step limit of a run or a search."""
+    return seed["env_id"], seed.get("env_options") or {}, seed["horizon_steps"]
+
+
 def _where(seed: dict) -> str:
-    options = f" {json.dumps(seed['options'])}" if seed["options"] else ""
+    options = f" {json.dumps(seed['env_options'])}" if seed["env_options"] else ""
     what = f"success in {seed['horizon_steps']} steps" if seed["score"] == "success_at_horizon" else "return"
     return f"{seed['env_id']}{options}: {what}"
 
@@ -149,9 +155,10 @@ def _where(seed: dict) -> str:
 def write_episode_curves() -> None:
     """A policy gradient's return while it learns, against episodes, steps and minutes: a picture per environment."""
     by_environment: dict[str, dict[str, list[dict]]] = {}
-    for seeds in policy_gradients().values():
+    for result, seeds in policy_gradients().items():
         if not seeds[0]["max_episodes"]:  # those are beginnings of the others
-            by_environment.setdefault(seeds[0]["env_id"], {})[_actor(seeds[0])] = seeds
+            curves_of, label = by_environment.setdefault(seeds[0]["env_id"], {}), _actor(seeds[0])
+            curves_of[f"{label}, {result}" if label in curves_of else label] = seeds
     axes = {
         "episodes": ("episodes", lambda line: line["episodes"]),
         "steps": ("steps in the environment", lambda line: line["step"]),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, FiniteFloat
 
+from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, default_horizon
 from llm_policy.report.cells import each, link, link_to, markdown, values
 from llm_policy.report.dates import made_by
 from llm_policy.report.lakes import SUMMARY_LAKE
@@ -15,7 +16,7 @@ class SearchRow(BaseModel, strict=True):
     """What the table takes from a row of evaluation.json."""
 
     policy: str
-    value: FiniteFloat
+    value: FiniteFloat | None  # None: no policy was found
     episodes: int | None
 
 
@@ -29,6 +30,12 @@ def searches_of(folder: Path) -> list[dict]:
     return evaluations(folder, lambda evaluation: rows_by_name(evaluation, SearchRow, evaluation["searched"]))
 
 
+def is_slippery_lake(seed: Mapping) -> bool:
+    """Whether a run played on the canonical slippery lake, as Gymnasium makes it."""
+    usual_steps = default_horizon(CANONICAL_GRIDS["4x4"])
+    return seed["env_id"] == "FrozenLake-v1" and not seed.get("env_options") and seed["horizon_steps"] == usual_steps
+
+
 def search_section(searches: Mapping[str, list[dict]], trained: Mapping[str, list[dict]]) -> str:
     """In-context policy search beside its baselines at equal episodes, and beside GRPO on the same lake."""
     headers = (
@@ -37,7 +44,7 @@ def search_section(searches: Mapping[str, list[dict]], trained: Mapping[str, lis
     )  # fmt: skip
     rows = []
     for name, seeds in searches.items():
-        env_id = seeds[0]["env_id"]
+        env_id, is_usual_lake = seeds[0]["env_id"], is_slippery_lake(seeds[0])
         for policy in (row["policy"] for row in seeds[0]["policies"]):
             found = [next(row for row in seed["policies"] if row["policy"] == policy) for seed in seeds]
             episodes = ", ".join(str(row["episodes"]) for row in found if row["episodes"] is not None)
@@ -46,7 +53,7 @@ def search_section(searches: Mapping[str, list[dict]], trained: Mapping[str, lis
             source = link(name, SEARCH, name) if is_searched else ""
             score = values(found, "value")
             rows.append([env_id, policy, len(seeds), score, episodes, minutes, source, made_by(seeds)])
-        if env_id == "FrozenLake-v1" and SUMMARY_LAKE in trained:
+        if is_usual_lake and SUMMARY_LAKE in trained:
             runs = trained[SUMMARY_LAKE]
             score = values([run["policies"][TRAINED] for run in runs], "success_at_horizon")
             minutes = each(runs, lambda run: f"{run['minutes']:.1f}")

@@ -28,10 +28,11 @@ def cleaned(code: str, draws: Callable[[str], Grid | None]) -> str:
     """
     try:
         tree = ast.parse(code)
+        text = ast.unparse(tree) + "\n"
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # the sandbox reads more than Python does
         return code
     tasks = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == NAME]
-    picture, text = draws(code), ast.unparse(tree) + "\n"
+    picture = draws(code)
     if not tasks or picture is None or draws(text) != picture:
         return code
     body = tasks[-1].body

@@ -80,7 +80,12 @@ def read_target(name: str) -> Target:
 
 def read_picture(file: Path) -> Grid:
     """Lines of digits, all of one length; spaces between them are left out."""
-    lines = [line.replace(" ", "") for line in read_text(file).splitlines() if line.strip()]
+    try:
+        text = read_text(file)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"--target {file}: cannot be read ({reason}); expected lines of digits") from error
+    lines = [line.replace(" ", "") for line in text.splitlines() if line.strip()]
     for number, line in enumerate(lines, start=1):
         if not (line.isascii() and line.isdigit()):
             raise InputError(f"{file}: line {number}: {line!r:.60}, expected digits 0 to 9")

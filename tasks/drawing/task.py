@@ -149,6 +149,8 @@ def make_task(arguments: Arguments, training, tokenizer: PreTrainedTokenizerBase
     Args:
         training: what has `seed`, `max_completion_length` and `output_dir`.
     """
+    if weights := getattr(training, "reward_weights", None):
+        raise InputError(f"--reward_weights {weights}: drawing has one reward; leave its weight out")
     target = read_target(arguments.target)
     sandbox = Sandbox()
     reader = Reader(tokenizer, training.max_completion_length)

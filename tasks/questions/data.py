@@ -20,6 +20,7 @@ SAMPLES_FOLDER = ROOT / "data/samples"
 LETTERS = "ABCDEFGH"
 FEWEST_OPTIONS, MOST_OPTIONS = 2, len(LETTERS)
 ARTICLES = ("a", "an", "the")
+LETTER_IN_FRONT = re.compile(rf"\W*([{LETTERS}])(?:\W*|\s*[:.)]\s*(.+))", re.IGNORECASE | re.DOTALL)
 TOO_MANY = "fields without a name"  # of a CSV's record
 
 
@@ -86,16 +87,26 @@ class Question:
         return self.answers[1 if self.by_letter else 0]
 
     def chosen(self, answer: str | None) -> int | None:
-        """Which option an answer names, by its letter or its words; None for anything else."""
+        """Which option an answer names, by its letter, its words, or both as they are shown; None for anything else.
+
+        >>> question = Question("Which bird sings?", ("B", "robin"), ("fly", "robin"), by_letter=True)
+        >>> [question.chosen(answer) for answer in ("b.", "a robin", "B: robin", "A: robin", "C")]
+        [1, 1, 1, None, None]
+        """
         if answer is None:
             return None
-        said = normalised(answer)
-        for names in (self.legal, self.options):
-            if said in (found := [normalised(name) for name in names]):
-                return found.index(said)
-        return None
+        letter, words = None, answer
+        if self.by_letter and (shown := LETTER_IN_FRONT.fullmatch(answer.strip())):
+            letter, words = LETTERS.index(shown[1].upper()), shown[2]
+            if not words:
+                return letter if letter < len(self.options) else None
+        said = normalised(words)
+        found = [number for number, option in enumerate(self.options) if said and normalised(option) == said]
+        return found[0] if len(found) == 1 and letter in (None, found[0]) else None
 
     def is_right(self, answer: str | None) -> bool:
+        if self.by_letter:
+            return self.chosen(answer) == LETTERS.index(self.answers[0])
         return matches(answer, self.answers)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from llm_policy.completions import completion_text, parse_completion
-from tasks.questions.data import Question, matches
+from tasks.questions.data import Question
 
 CORRECT, SHORT, FORM = 2.0, 0.5, 0.5
 FREE_WORDS, WORDS_TO_ZERO = 3, 10  # an answer of so many words is short; so many more earn nothing
@@ -18,13 +18,21 @@ def _last_answers(completions: Sequence) -> list[str | None]:
     return [parse_completion(completion_text(completion)).last_answer for completion in completions]
 
 
-def correct_reward(completions: Sequence, answers: Sequence[Sequence[str]], **_) -> list[float]:
+def correct_reward(
+    completions: Sequence, answers: Sequence[Sequence[str]], lettered: Sequence[Sequence[str]] | None = None, **_
+) -> list[float]:
     """2.0 where the last answer is right, whatever its case, article, punctuation or plural; else 0.0.
 
     With `answers` ["map"], `<answer>The maps.</answer>` earns 2.0 and `<answer>map or globe</answer>` 0.0.
+
+    Args:
+        lettered: the options of each question whose answer is a letter, in the order of the letters; else [].
     """
-    pairs = zip(_last_answers(completions), answers, strict=True)
-    return [CORRECT * matches(answer, right) for answer, right in pairs]
+    asked = zip(_last_answers(completions), answers, lettered or [()] * len(answers), strict=True)
+    return [
+        CORRECT * Question("", tuple(right), tuple(options), by_letter=bool(options)).is_right(answer)
+        for answer, right, options in asked
+    ]
 
 
 def short_reward(completions: Sequence, **_) -> list[float]:

@@ -56,8 +56,9 @@ class QuestionTask:
         trained, judged = self.questions(arguments)
         if not trained:
             raise InputError(
-                f"--test_dataset {arguments.test_dataset}: holds every question of --dataset {arguments.dataset}, so "
-                "that none is left to train on; name another, or leave it out to hold a part of --dataset out"
+                f"--test_dataset {arguments.test_dataset}: holds every question or answer of --dataset "
+                f"{arguments.dataset}, so that none is left to train on; name another, or leave it out to hold a part "
+                "of --dataset out"
             )
         judged = judged[: arguments.test_questions or None]
         print(f"{len(trained)} questions to train on, {len(judged)} held out to judge on", flush=True)
@@ -105,6 +106,7 @@ def question_task(
         {
             "prompt": fit_to_template(words.messages(question), tokenizer),
             "answers": list(question.answers),
+            "lettered": list(question.options if question.by_letter else ()),
             "row": row,
         }
         for row, question in enumerate(questions)
