@@ -162,6 +162,25 @@ def test_what_no_hub_gives(monkeypatch, tmp_path):
         read_questions("owner/none", tmp_path, riddle, 0)
 
 
+def test_rows_of_the_hub_that_cannot_be_asked_are_left_out(monkeypatch, tmp_path, capsys):
+    rows = [
+        {"question": "I have keys.", "answer": ""},
+        {"question": "I have keys.", "answer": "piano"},
+        {"question": "I have keys.", "answer": "map"},
+        {"question": "I have cities.", "answer": "map"},
+    ]
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: rows)
+    assert [question.answers for question in read_questions("owner/some", tmp_path, riddle, 0)] == [
+        ("piano",),
+        ("map",),
+    ]
+    said = capsys.readouterr().out
+    assert said.startswith("owner/some: 2 rows are left out, the first is owner/some: row 0: column answer: ''")
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: rows[:1])
+    with pytest.raises(InputError, match=r"^owner/some: row 0: column answer: ''"):
+        read_questions("owner/some", tmp_path, riddle, 0)
+
+
 def test_a_hub_dataset_by_configuration_and_split(monkeypatch, tmp_path):
     asked = []
 

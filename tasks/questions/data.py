@@ -19,6 +19,7 @@ SAMPLES = "samples"  # the name of the questions that come with this repository
 SAMPLES_FOLDER = ROOT / "data/samples"
 LETTERS = "ABCDEFGH"
 FEWEST_OPTIONS, MOST_OPTIONS = 2, len(LETTERS)
+FILE_ENDINGS = (".jsonl", ".csv")
 ARTICLES = ("a", "an", "the")
 LETTER_IN_FRONT = re.compile(rf"\W*([{LETTERS}])(?:\W*|\s*[:.)]\s*(.+))", re.IGNORECASE | re.DOTALL)
 TOO_MANY = "fields without a name"  # of a CSV's record
@@ -156,38 +157,52 @@ def read_questions(
 ) -> list[Question]:
     """The questions of a file or a hub dataset, each once. `InputError` names the row, the column and the remedy.
 
+    Rows of the hub that cannot be asked are left out and counted.
+
     Args:
         name: as `--dataset` has it.
         samples: the file that "samples" stands for.
         records: (where it stands, record), where `name` stands for something else.
     """
     found: dict[tuple[str, frozenset[str]], Question] = {}
-    repeated = 0
+    repeated, left_out = 0, []
     for number, (where, record) in enumerate(_records(name, samples) if records is None else records):
+        problem = ""
         try:
             question = read(record, random.Random(f"{seed} {number}"))
         except InputError as error:
-            raise InputError(f"{where}: {error}") from None
-        key = (" ".join(question.text.casefold().split()), frozenset(question.options))
-        if key not in found:
-            found[key] = question
-        elif normalised(found[key].in_words) == normalised(question.in_words):
-            repeated += 1
+            problem = str(error)
         else:
-            one, other = found[key].in_words, question.in_words
-            raise InputError(f"{where}: asks again what had the answer {one!r}, now {other!r}; keep one of the two")
+            key = (" ".join(question.text.casefold().split()), frozenset(question.options))
+            first = found.setdefault(key, question)
+            if normalised(first.in_words) != normalised(question.in_words):
+                one, other = first.in_words, question.in_words
+                problem = f"asks again what had the answer {one!r}, now {other!r}; keep one of the two"
+            elif first is not question:
+                repeated += 1
+        if problem and not is_of_the_hub(name):
+            raise InputError(f"{where}: {problem}")
+        if problem:  # in what others wrote
+            left_out.append(f"{where}: {problem}")
     if not found:
-        raise InputError(f"--dataset {name}: holds no question")
+        raise InputError(left_out[0] if left_out else f"--dataset {name}: holds no question")
+    if left_out:
+        print(f"{name}: {len(left_out)} rows are left out, the first is {left_out[0]}", flush=True)
     if repeated:
         print(f"{name}: {repeated} questions are there twice and count once", flush=True)
     return list(found.values())
+
+
+def is_of_the_hub(name: str) -> bool:
+    """Whether `--dataset` names what somebody else has written, not a file of the user's, or one of ours."""
+    return name != SAMPLES and not name.endswith(FILE_ENDINGS)
 
 
 def _records(name: str, samples: Path) -> Iterator[tuple[str, Fields]]:
     """(where it stands, record) of each question."""
     path = samples if name == SAMPLES else Path(name)
     path = path if path.exists() else ROOT / path  # of a configuration that is used in another folder
-    if path.suffix not in (".jsonl", ".csv"):
+    if not path.name.endswith(FILE_ENDINGS):
         yield from _hub_records(name)
         return
     try:
