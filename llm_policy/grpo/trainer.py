@@ -30,7 +30,7 @@ from llm_policy.grpo.expected import (
     without_answers,
 )
 from llm_policy.grpo.packing import Branch, pack_groups, packed_log_probabilities, pairs_per_token
-from llm_policy.grpo.tree_attention import ATTENTION, prefer_blocks
+from llm_policy.grpo.tree_attention import ATTENTION, FEWEST_PLACES, prefer_blocks
 from llm_policy.sampling import sample_completions
 
 OBJECTIVES = (*TERMS, "grpo")
@@ -128,7 +128,7 @@ class PolicyTrainer(GRPOTrainer):
                 "--router_aux_loss_coef 0, or --objective grpo"
             )
         self.packed = packed
-        if packed:
+        if packed and self.num_generations * self.max_completion_length >= FEWEST_PLACES:  # else no row is long enough
             plain = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
             line = prefer_blocks(plain)
             if line and self.accelerator.is_main_process:
