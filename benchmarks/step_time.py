@@ -89,6 +89,7 @@ class StepArguments:
 @dataclass
 class OutputArguments:
     rounds: int = field(default=3, metadata={"help": "Timed steps of each path, after a warm-up step."})
+    measure_memory: bool = field(default=True, metadata={"help": "Peak memory, too, in two further processes."})
     output: str | None = field(default=None, metadata={"help": "JSON file for the figures."})
 
 
@@ -281,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(threads)
     arguments.dtype = format_of(arguments.dtype)
     with tempfile.TemporaryDirectory() as folder:
-        memory = {path: peak_memory_gb(path, arguments) for path in PATHS}
+        memory = {path: peak_memory_gb(path, arguments) if others.measure_memory else None for path in PATHS}
         trainers = {}
         for path in PATHS:
             print(f"building the trainer of {path} ...", flush=True)
@@ -302,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for path, m in medians.items():
         print(
             f"{path:16}{m['seconds']:9.2f}{m['sampling']:10.2f}{m['training_pass']:10.2f}{m['rest']:8.2f}"
-            f"{m['tokens']:9.0f}{memory[path]:9.2f}"
+            f"{m['tokens']:9.0f}{'' if memory[path] is None else f'{memory[path]:9.2f}'}"
         )
     floor = floor_of_sampling(
         trainers["packed"].model, arguments.prompts * arguments.group, arguments.completion_tokens

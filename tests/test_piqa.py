@@ -64,7 +64,9 @@ def test_bundled_questions_do_not_give_themselves_away():
 
 def test_nothing_is_left_to_train_on(answering_llama, tmp_path):
     flags = ("--task", "piqa", "--config", "configs/piqa_laptop.yaml", "--test_dataset", "samples")
-    with pytest.raises(InputError, match=r"^--test_dataset samples: holds every question or answer of --dataset samples, so"):
+    with pytest.raises(
+        InputError, match=r"^--test_dataset samples: holds every question or answer of --dataset samples, so"
+    ):
         train_script.main(small_run(answering_llama, tmp_path / "out", *flags))
 
 
