@@ -171,6 +171,7 @@ def train(options: Options) -> int:
 
     # What was saved, judged beside the baselines
     stop.at_once = True
+    learner.forget_merged_copy()
     model.save_pretrained(folder / lifecycle.GRPO_FOLDER)
     lifecycle.save_joined(model, [*folders, folder / lifecycle.GRPO_FOLDER], folder, options.model)
     tokenizer.save_pretrained(folder)

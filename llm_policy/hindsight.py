@@ -101,6 +101,10 @@ class HindsightLearner:
         self.generations += len(texts)
         return texts
 
+    def forget_merged_copy(self) -> None:
+        """Give the memory of the copy that samples back."""
+        self._merged = None
+
     def lessons(self, attempts: Sequence[Attempt]) -> list[Attempt]:
         """The shortest reply for everything new that was done, what is furthest from the goal first."""
         shortest: dict[str, Attempt] = {}

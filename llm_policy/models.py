@@ -69,6 +69,8 @@ def load_tokenizer(name_or_path: str | Path, revision: str = "main") -> PreTrain
         source, options = locate(*base_of_adapter(source))
     with input_errors(name_or_path, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(**options, padding_side="left")
+    # TRL would take a thought in <think> tags out of the completion before the reward sees it
+    tokenizer.response_template = None
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if tokenizer.pad_token is None:

@@ -108,8 +108,8 @@ def number_format(argv: Sequence[str], default_config: Path | None, has_bf16: bo
         chosen += ["--dtype", dtype]
     line = cost_of(dtype, on_gpu) or line
     is_named = flag("bf16") or flag("fp16").lower() not in NOT_SET
-    if has_bf16 and dtype and not is_named:  # it follows the weights
-        chosen += ["--bf16", str(dtype == "bfloat16").lower()]
+    if has_bf16 and not is_named:  # it follows the weights
+        chosen += ["--bf16", str((dtype or DEFAULT) == "bfloat16").lower()]
     return chosen, line or ""
 
 

@@ -88,8 +88,9 @@ def _sample_batch(
     guesses: Sequence[TokenIds] | None,
     noise_RT: torch.Tensor,
 ) -> list[list[int]]:
+    if allowed_tokens is not None or not _temperature_alone(generation_config) or not holds_prompts_once(model):
+        return _generated(model, prompts, generation_config, group, allowed_tokens)
     config = model.config.get_text_config()
-    is_own = allowed_tokens is None and _temperature_alone(generation_config) and holds_prompts_once(model)
     # Padding stands behind the shared prefix, which a sliding window, counting places, would take for tokens.
     slides = getattr(config, "sliding_window", None) is not None
     shared = 0 if slides else len(common_prefix([prompt[:-1] for prompt in prompts]))
@@ -102,9 +103,9 @@ def _sample_batch(
     mask_PL = torch.tensor(mask, device=model.device)
     positions_PL = (mask_PL.cumsum(1) - 1).clamp(min=0)
 
-    # The cache holds all but the last prompt token, which is computed per completion. For `generate` it is the model's
-    # own kind of cache; otherwise one that keeps what a sliding window has left, too.
-    cache = DynamicCache() if is_own else DynamicCache(config=config)
+    # The cache holds all but the last prompt token, which is computed per completion. Told of no sliding windows, it
+    # keeps what one has left, too.
+    cache = DynamicCache()
     if shared:
         model.base_model(input_ids=ids_PL[:1, :shared], past_key_values=cache, use_cache=True)
         cache.batch_repeat_interleave(len(prompts))
@@ -115,15 +116,25 @@ def _sample_batch(
         past_key_values=cache,
         use_cache=True,
     )
-    if is_own:
-        guesses = guesses or [()] * len(prompts)
-        noise_RT = noise_RT.to(model.device)
-        return _sample_along(guesses, model, cache, ids_PL, mask_PL, positions_PL, group, generation_config, noise_RT)
-    cache.batch_repeat_interleave(group)
+    guesses = guesses or [()] * len(prompts)
+    noise_RT = noise_RT.to(model.device)
+    return _sample_along(guesses, model, cache, ids_PL, mask_PL, positions_PL, group, generation_config, noise_RT)
+
+
+def _generated(
+    model: PreTrainedModel,
+    prompts: Sequence[TokenIds],
+    generation_config: GenerationConfig,
+    group: int,
+    allowed_tokens: Callable[[int, torch.Tensor], list[int]] | None,
+) -> list[list[int]]:
+    """What `generate` of Transformers samples, with the model's own kind of cache, if it has one."""
+    length, pad = max(map(len, prompts)), generation_config.pad_token_id
+    padded = [[pad] * (length - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     output = model.generate(
-        input_ids=ids_PL.repeat_interleave(group, 0),
-        attention_mask=mask_PL.repeat_interleave(group, 0),
-        past_key_values=cache,
+        input_ids=torch.tensor(padded, device=model.device).repeat_interleave(group, 0),
+        attention_mask=torch.tensor(mask, device=model.device).repeat_interleave(group, 0),
         generation_config=generation_config,
         prefix_allowed_tokens_fn=allowed_tokens,
     )

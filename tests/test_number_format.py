@@ -63,10 +63,10 @@ CONFIGS = {
     "auto": ("dtype: auto\n", [], ["--dtype", "float32", "--bf16", "false"]),
     "named on the command line": ("dtype: auto\n", ["--dtype", "bfloat16"], ["--bf16", "true"]),
     "mixed precision named": ("dtype: auto\n", ["--bf16", "true"], ["--dtype", "float32"]),
+    "nothing named": ("seed: 1\n", [], ["--bf16", "false"]),  # TRL's weights are float32, its bf16 true
     "mixed precision in the file": ("dtype: float32\nbf16: false\n", [], []),
     "mixed precision named at the end of the line": ("dtype: float32\n", ["--bf16"], []),
     "the other mixed precision there": ("dtype: float32\n", ["--fp16"], []),
-    "nothing named": ("seed: 1\n", [], []),
     "help": ("dtype: auto\n", ["--help"], []),
 }
 

@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 from tiny_policies import ARCHITECTURE_NAMES, add_random_adapter, fill_adapter, plain_scores, random_policy, token_ids
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig, Lfm2Config
 
 from llm_policy import prompt_cache, sampling
 from llm_policy.chat import prompt_token_ids
@@ -59,6 +59,19 @@ def test_a_shared_prefix_changes_no_token(architecture):
     prompts = [token_ids(20) + ending for ending in PROMPTS] + [token_ids(20)]
     alone = [generated_alone(model, prompt, config) for prompt in prompts]
     assert sample_completions(model, prompts, config, GROUP) == [c for c in alone for _ in range(GROUP)]
+
+
+def test_a_recurrent_model_samples_as_generate_does():
+    """It has no keys and values that could be repeated for a group."""
+    torch.manual_seed(0)
+    config = Lfm2Config(
+        vocab_size=400, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False,
+    )  # fmt: skip
+    model, greedy = AutoModelForCausalLM.from_config(config).eval(), generation(**GREEDY)
+    prompts = [token_ids(20) + ending for ending in PROMPTS[:2]]
+    alone = [generated_alone(model, prompt, greedy) for prompt in prompts]
+    assert sample_completions(model, prompts, greedy, GROUP) == [c for c in alone for _ in range(GROUP)]
 
 
 def test_a_shared_prefix_is_prefilled_once():
@@ -345,7 +358,7 @@ def test_guesses_make_way_for_other_options(options):
 
     shapes = model_passes(model)
     assert draw([token_ids(8)] * len(PROMPTS)) == draw(None)
-    assert {length for _, length in shapes} == {1}
+    assert {length for _, length in shapes} == {1, max(map(len, PROMPTS))}  # the prompts, then a token at a time
 
 
 # Options that make sampling deterministic, or forbid what plain sampling does.

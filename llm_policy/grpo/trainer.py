@@ -454,7 +454,8 @@ class PolicyTrainer(GRPOTrainer):
         stock, _, _ = super()._get_per_token_logps_and_entropies(self.model, ids, mask, length)
         weights = mask[:, -length:] * stock.exp().clamp(min=LEAST_WEIGHT)  # an unlikely token's is rough in 16 bits
         difference = ((own - stock).abs() * weights).sum() / weights.sum()
-        tolerance = PACKED_TOLERANCE[self.model.dtype]
+        computed_in = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else self.model.dtype
+        tolerance = PACKED_TOLERANCE[computed_in]
         if not difference <= tolerance:
             raise InputError(
                 f"{self.model.config.model_type}: packed log-probabilities differ from TRL's by {difference:.3g} "

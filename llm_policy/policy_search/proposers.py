@@ -114,7 +114,8 @@ def make_proposer(
         )
     limit = settings.max_completion_tokens or answer_tokens
     tokenizer = load_tokenizer(settings.model_name_or_path)
-    model: Any = load_model(settings.model_name_or_path, dtype=settings.dtype)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model: Any = load_model(settings.model_name_or_path, dtype=settings.dtype, device=device)
     proposer = LocalProposer(
         model,
         tokenizer,
@@ -127,7 +128,6 @@ def make_proposer(
     )
     context_tokens = model.config.get_text_config().max_position_embeddings
     _check_context(problem, len(proposer.prompt_tokens(prompt)), limit, context_tokens)
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
     return proposer
 
 
