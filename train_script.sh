@@ -15,7 +15,8 @@
 #
 #   mkdir -p logs && sbatch train_script.sh
 #   sbatch --array=0-9 --time=01:00:00 train_script.sh --config configs/gemma_2b_it.yaml --learning_rate 1e-4
-#   sbatch --nodes=2 --gres=gpu:4 --array=5 train_script.sh   # eight GPUs train seed 5 together: a process for each
+#   # eight GPUs train seed 5 together: a process for each, with 2 of 16 completions a step
+#   sbatch --nodes=2 --gres=gpu:4 --array=5 train_script.sh --per_device_train_batch_size 2
 #   bash train_script.sh --max_steps 2           # the same job without SLURM, seed 0
 #
 # Three minutes before the time limit SLURM sends USR1. The run finishes its step, writes a checkpoint and leaves with
