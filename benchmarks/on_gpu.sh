@@ -168,9 +168,11 @@ all_parts() {
   part "three steps of the real command" 120 interrupted_and_resumed "$gemma"
   for seed in "${seeds[@]}"; do part "lake, seed $seed" 90 lake "$seed"; done
   if ! $rehearsal; then
-    part "step, group 16" 90 step 1x16x128 --prompts 1 --group 16 --accumulation 1 --completion_tokens 128 --measure_memory false
+    part "step, group 16" 90 step 1x16x128 --prompts 1 --group 16 --accumulation 1 --completion_tokens 128 \
+      --measure_memory false
   fi
-  part "step, group 16, taught" 150 step 1x16_taught --prompts 1 --group 16 --accumulation 1 --taught --measure_memory false
+  part "step, group 16, taught" 150 step 1x16_taught --prompts 1 --group 16 --accumulation 1 --taught \
+    --measure_memory false
   if ! $rehearsal; then
     part "step, seed's batch of 128 tokens" 90 \
       step 4x4x128 --prompts 4 --group 4 --accumulation 4 --completion_tokens 128 --measure_memory false

@@ -292,6 +292,13 @@ exit codes: 0 done, 2 the input cannot be used (one line says why), 75 interrupt
     )
 
 
+def test_help_shows_what_the_configuration_gives(config, capsys):
+    text = printed_help(capsys, "--help", default_config=Path(config("rate: 0.5\nmaps: [8x8]\n")))
+    assert "--rate 0.5 " in text
+    assert "--maps 8x8 " in text
+    assert "--seed 0 " in text
+
+
 @pytest.mark.parametrize("columns", [60, 80, 120, 200])
 def test_options_are_as_wide_as_the_terminal(columns, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))

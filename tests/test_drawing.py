@@ -473,6 +473,12 @@ def test_a_run_without_a_warm_start_takes_none_that_is_shared(answering_llama, t
     assert "(warm start 0 steps" in printed
 
 
+def test_a_weight_of_the_only_reward_is_refused(answering_llama, tmp_path):
+    options = [*OPTIONS, "--model_name_or_path", answering_llama, "--target", "2-vertical-lines"]
+    with pytest.raises(InputError, match=r"^--reward_weights \[2.0\]: drawing has one reward; leave its weight out"):
+        train_script.main([*map(str, options), "--reward_weights", "2", "--output_dir", str(tmp_path / "out")])
+
+
 def test_best_ends_a_run(answering_llama, tmp_path, monkeypatch):
     monkeypatch.setattr(PixelReward, "__call__", lambda _self, completions, **_: [0.0, 1.0, 0.0, 0.0])
     argv = [*map(str, OPTIONS), "--model_name_or_path", str(answering_llama), "--max_steps", "5"]

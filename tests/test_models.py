@@ -18,7 +18,7 @@ from huggingface_hub.errors import (
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_models import ACTIONS, ARCHITECTURES, build_tiny_model
-from transformers import BertConfig, BertForMaskedLM, LlamaForSequenceClassification, T5Config
+from transformers import AutoTokenizer, BertConfig, BertForMaskedLM, LlamaForSequenceClassification, T5Config
 from trl import ModelConfig, get_peft_config
 
 from llm_policy import models
@@ -47,6 +47,17 @@ def save_adapter(base: Path, folder: Path) -> PeftModel:
             torch.nn.init.normal_(weight, std=0.3)
     model.save_pretrained(folder)
     return model.eval()
+
+
+def test_no_thought_is_parsed_out_of_a_completion(tmp_path):
+    """TRL asks the tokenizer for a template of replies, and rewards only what it leaves."""
+    folder = build_tiny_model(tmp_path / "llama", "llama")
+    file = folder / "tokenizer_config.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"response_template": {"defaults": {"role": "assistant"}}})
+    )
+    assert AutoTokenizer.from_pretrained(folder).response_template
+    assert load_tokenizer(folder).response_template is None
 
 
 def write_gguf(folder: Path, file: Path) -> None:

@@ -523,6 +523,7 @@ def test_a_signal_in_the_last_update_leaves_before_the_judging(model, tmp_path, 
     [
         ("CartPole-v1", {}, None, "500 +- 0"),
         ("CartPole-v1", {}, 30, ""),
+        ("CartPole-v0", {}, None, ""),
         ("FrozenLake-v1", {}, None, ".22"),
         ("FrozenLake-v1", {"is_slippery": False}, None, ""),
     ],
@@ -565,6 +566,8 @@ def test_a_run_stands_beside_others(model, tmp_path, capfd):
     assert [row["policy"] for row in rows[2:]] == [f"{first}, greedy", f"{second}, greedy"]
     assert {row["episodes"] for row in rows} == {4}
     assert "CartPole-v1, seed 9" in capfd.readouterr().out
+    with pytest.raises(InputError, match=r"--horizon_steps 50: runs of train_policy_gradient.py are judged in the env"):
+        evaluate_policy.main(["--policies", str(first), "--horizon_steps", "50"])
     with pytest.raises(InputError, match=r"--policies expert: the other runs are judged by episodes"):
         evaluate_policy.main(["--policies", str(first), "expert"])
     with pytest.raises(InputError, match=r"nothing: the other runs are judged by episodes"):

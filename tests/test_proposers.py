@@ -9,7 +9,7 @@ from tiny_models import build_tiny_model
 from llm_policy.errors import InputError
 from llm_policy.models import load_model, load_tokenizer
 from llm_policy.policy_search.answer_log import AnswerLog
-from llm_policy.policy_search.parameters import search_problem
+from llm_policy.policy_search.parameters import PolicySpace, search_problem
 from llm_policy.policy_search.proposers import (
     Answer,
     HillClimbingProposer,
@@ -78,6 +78,16 @@ def test_constrained_answers_are_well_formed(tiny, env_id, is_one_line):
     proposer = LocalProposer(*tiny, 400, 3.0, answer_prefix="parameters:", is_one_line=is_one_line, space=space)
     found = {space.read_answer(proposer.propose(request(i)).text) for i in (1, 2, 3)}
     assert len(found) == 3  # the model does choose
+
+
+def test_the_last_value_may_have_two_digits(tiny):
+    space = PolicySpace(is_tabular=True, inputs=2, outputs=12)
+    proposer = LocalProposer(*tiny, 40, answer_prefix="parameters:", space=space)
+    reply = tiny[1].encode(" 3, 1", add_special_tokens=False)
+    pieces = {proposer._pieces[token] for token in proposer._allowed(reply)}
+    assert "\n" in pieces
+    assert {"0", "1"} <= pieces
+    assert "2" not in pieces
 
 
 # Without a model -----------------------------------------------------------------------------------------------

@@ -185,6 +185,11 @@ def test_a_file_without_a_known_commit_has_the_date_of_its_content_in_git(tmp_pa
     assert dates.date_and_commit(dates.made(moved)) == f"2026-11-03, {first[:7]}"
     (tmp_path / "run.json").write_text(json.dumps({"commit": git("rev-parse", "HEAD")}))
     assert dates.date_and_commit(dates.made(tmp_path / "run.json")).startswith("2026-11-05, ")
+    unknown = {"commit": "f" * 40, "date": "2026-11-20"}  # of a machine that had another history
+    (tmp_path / "run.json").write_text(json.dumps(unknown))
+    git("add", ".")
+    git("commit", "-q", "-m", "run", day=6)
+    assert dates.date_and_commit(dates.made(tmp_path / "run.json")).startswith("2026-11-0")
     moved.write_text('{"device": "two threads"}')
     assert dates.date_and_commit(dates.made(moved)) == "not committed yet"
 

@@ -17,10 +17,11 @@ from llm_policy.environments.gym_env import make_gym_environment
 from llm_policy.errors import InputError, run_script
 from llm_policy.policy_search.answer_log import read_log
 from llm_policy.policy_search.endpoint import KEY_VARIABLE
-from llm_policy.policy_search.judge import PolicyValue, Row, published_of, row_of, verdict_of
+from llm_policy.policy_search.judge import PolicyValue, Row, SearchComparison, published_of, row_of, verdict_of
+from llm_policy.policy_search.parameters import search_problem
 from llm_policy.policy_search.search import Step
 from llm_policy.run_files import ROOT, only_process_in, resolved_config
-from search_policy import main, read_arguments
+from search_policy import closing_lines, main, read_arguments
 
 KEY = "sk-secret-0123456789"
 GOOD = "parameters: " + ", ".join("1" * 16)
@@ -322,6 +323,14 @@ VERDICTS = [
 def test_verdicts(searched, other, words):
     rows = Row("ProPS", PolicyValue(*searched)), Row("random search", PolicyValue(*other))
     assert words in verdict_of(rows[0], rows[1:])
+
+
+def test_a_search_without_a_policy_has_no_best_of_the_warm_up():
+    problem = search_problem("FrozenLake-v1")
+    compared = SearchComparison([], [], Row("ProPS", None), {})
+    cost = {"failed_iterations": 2, "iterations": 2, "unusable_answers": 2, "repeated_policies": 0}
+    cost |= dict.fromkeys(("calls", "tokens_in", "tokens_out", "answer_seconds", "seconds"), 1)
+    assert closing_lines(problem, compared, {}, cost)[-1] == "verdict: ProPS found no policy at all"
 
 
 def test_a_baseline_is_read_at_the_same_number_of_episodes():

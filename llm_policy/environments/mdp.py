@@ -252,9 +252,10 @@ def _solve_chain(
     next_states_MSK: np.ndarray, probabilities_MSK: np.ndarray, rewards_MS: np.ndarray, gamma: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Values of Markov chains with rewards, (M, S), and the longest expected (discounted) duration of each, (M,)."""
-    exits_MS = gamma * probabilities_MSK.sum(axis=2) < 1 - PROBABILITY_ROUNDING
-    ends_MS, values_in_loops_MS = _endings(next_states_MSK, probabilities_MSK, exits_MS, rewards_MS)
-    flow_MSS = _dense(next_states_MSK, np.where(ends_MS[..., None], gamma * probabilities_MSK, 0.0))
+    flow_MSK = gamma * probabilities_MSK
+    exits_MS = flow_MSK.sum(axis=2) < 1 - PROBABILITY_ROUNDING
+    ends_MS, values_in_loops_MS = _endings(next_states_MSK, flow_MSK, exits_MS, rewards_MS)
+    flow_MSS = _dense(next_states_MSK, np.where(ends_MS[..., None], flow_MSK, 0.0))
     right_MS2 = np.stack([np.where(ends_MS, rewards_MS, 0.0), ends_MS.astype(float)], axis=2)
     solution_MS2 = np.linalg.solve(np.eye(rewards_MS.shape[1]) - flow_MSS, right_MS2)
     values_MS = np.where(np.isinf(values_in_loops_MS), values_in_loops_MS, solution_MS2[..., 0])
@@ -295,9 +296,11 @@ def _endings(
     next_states_MSK: np.ndarray, probabilities_MSK: np.ndarray, exits_MS: np.ndarray, rewards_MS: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(states from which the episode can end, (M, S); what others are worth if it is endless, else 0)."""
+    values_in_loops_MS = np.zeros(rewards_MS.shape)
+    if exits_MS.all():  # below gamma 1
+        return exits_MS, values_in_loops_MS
     index_MSK, moves_MSK = _flat_successors(next_states_MSK), probabilities_MSK > 0
     ends_MS = _can_reach(exits_MS, index_MSK, moves_MSK)
-    values_in_loops_MS = np.zeros(rewards_MS.shape)
     for sign in (1, -1):
         if (sign * rewards_MS[~ends_MS] > 0).any():
             pays_MS = _can_reach(~ends_MS & (sign * rewards_MS > 0), index_MSK, moves_MSK)

@@ -128,7 +128,8 @@ class PolicyTrainer(GRPOTrainer):
                 "--router_aux_loss_coef 0, or --objective grpo"
             )
         self.packed = packed
-        if packed and self.num_generations * self.max_completion_length >= FEWEST_PLACES:  # else no row is long enough
+        # Compiling takes 40 s. Where a prompt's completions alone are shorter, the dense mask is cheap at any length
+        if packed and self.num_generations * self.max_completion_length >= FEWEST_PLACES:
             plain = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
             line = prefer_blocks(plain)
             if line and self.accelerator.is_main_process:
