@@ -101,7 +101,7 @@ def read_options(argv: Sequence[str] | None) -> Options:
     return Options(*parsed, path, note)
 
 
-@processes.lost_processes(f"{lifecycle.RESUME} resumes from the last checkpoint")
+@processes.one_of_several(f"{lifecycle.RESUME} resumes from the last checkpoint")
 @disk_errors(f"free space, then {lifecycle.RESUME}")
 def main(argv: Sequence[str] | None = None) -> int:
     options = read_options(argv)

@@ -126,6 +126,11 @@ def run_script(main: Callable[[], int | None]) -> None:
         if process_index() == 0:
             print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
-    with suppress(OutputError):
-        sys.stdout.flush()
+    else:
+        sys.exit(code)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OutputError):
+            stream.flush()
+    if process_count() > 1:
+        os._exit(code)  # at once: see `processes.one_of_several`
     sys.exit(code)

@@ -145,8 +145,11 @@ def _size(path: Path) -> int:
 
 
 @contextmanager
-def lost_processes(remedy: str) -> Iterator[None]:
-    """Around a whole run: a line and `EXIT_INTERRUPTED` where another process of it has died."""
+def one_of_several(remedy: str) -> Iterator[None]:
+    """Around a whole run: its processes part at its end, and a line and `EXIT_INTERRUPTED` where one of them has died.
+
+    An interpreter that ends while it is still connected is ended by SIGABRT now and then: gloo's threads outlive it.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -154,4 +157,6 @@ def lost_processes(remedy: str) -> Iterator[None]:
         if count() == 1 or not is_lost:
             raise
         print(f"another process of this run has ended, and it alone knows why; {remedy}", flush=True)
-        raise SystemExit(EXIT_INTERRUPTED) from error
+        os._exit(EXIT_INTERRUPTED)  # not parted: NCCL would wait for the other one
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

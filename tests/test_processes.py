@@ -77,7 +77,12 @@ def together(
 
 
 def train_together(arguments: list[str], folder: Path, **how) -> list[int]:
-    return together(lambda: train_script.main(arguments), folder, **how)
+    def train() -> int:
+        code = train_script.main(arguments)
+        assert not torch.distributed.is_initialized()  # else the interpreter's end is SIGABRT now and then
+        return code
+
+    return together(train, folder, **how)
 
 
 def last_line(folder: Path, rank: int) -> str:
