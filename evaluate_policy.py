@@ -41,6 +41,8 @@ from tasks import TASKS, Comparison, Judge, task_module
 
 # Stand above what run.json says
 OVERRIDES = ("map", "is_slippery", "observation", "thought", "horizon_steps", "test_dataset")
+# Each read by some of the tasks, whose JUDGE_OPTIONS name it
+CHOICES = (*OVERRIDES, "episodes", "max_completion_length")
 OWN_FILES = (EVALUATION_FILE, PICTURE_FILE, THOUGHTS_FILE, TABLE_FILE)
 # What all runs of one table must have in common, and the task that has it (None: all)
 SHARED = {"task": None, "maps": "frozen_lake", "is_slippery": "frozen_lake", "target": "drawing", "wanted": "drawing"}
@@ -139,14 +141,15 @@ def judge_of(arguments: EvaluationArguments, settings: dict, reader: Reader | No
         raise InputError(f"--task {task}: is judged by train_script.py alone; expected one of {judged}")
     if task_of(settings) != task:
         settings = {}  # another task's
-    given = {name: getattr(arguments, name) for name in OVERRIDES if getattr(arguments, name) is not None}
+    given = {name: getattr(arguments, name) for name in CHOICES if getattr(arguments, name) is not None}
     for name, value in given.items():
         if name not in getattr(module, "JUDGE_OPTIONS", ()):
             raise InputError(f"--{name} {value}: the task {task} has no such choice; leave it out")
     for name, replaced in (("map", "maps"), ("test_dataset", "held_out")):
         if getattr(arguments, name) is not None:
             settings = {key: value for key, value in settings.items() if key != replaced}
-    return module.make_judge(settings | given, reader, arguments.episodes or 1000, arguments.seed or 0)
+    above = {name: value for name, value in given.items() if name in OVERRIDES}
+    return module.make_judge(settings | above, reader, arguments.episodes or 1000, arguments.seed or 0)
 
 
 def model_answers(name: str, settings: dict, arguments: EvaluationArguments, shared: dict) -> dict[str, dict]:
@@ -170,7 +173,7 @@ def model_answers(name: str, settings: dict, arguments: EvaluationArguments, sha
     quantization = quantization_of(settings | {"dtype": dtype})
     device = torch.device("cuda" if on_gpu else "cpu")
     model = load_model(name, dtype, quantization_config=quantization, device=device)
-    check_prompt(judge.first_prompt(), tokenizer, context_tokens(model), tokens)
+    check_prompt(judge.first_prompt(), tokenizer, context_tokens(model), judge.reader.max_completion_tokens)
     answers = {f"{name}, greedy": judge.answers(model)}
     if arguments.samples_per_state and getattr(judge, "draws_samples", True):
         answers[f"{name}, sampled"] = judge.answers(model, arguments.samples_per_state)

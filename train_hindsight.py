@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{options.config} with {options.model.model_name_or_path}, seed {script.seed}", flush=True)
     for note in filter(None, (options.note, take_granted_threads())):
         print(note, flush=True)
-    adapters.check_adapter_options(options.model)
+    adapters.check_model_options(options.model)
     has_ended = script.resume_from_checkpoint is not None and (folder / run_files.EVALUATION_FILE).exists()
     if script.resume_from_checkpoint:
         run_files.check_same_run(folder, options.groups, SHOWN_OTHERWISE if has_ended else SHOWN_OTHERWISE | LENGTH)

@@ -4,17 +4,19 @@ What a run saves is one adapter on the plain base model, however many adapters w
 way to it. So only adapters that can be joined are trained: plain LoRA on linear layers.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
 from transformers import PreTrainedModel
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from llm_policy import processes
-from llm_policy.errors import InputError
+from llm_policy.errors import InputError, check_choices, library_errors
 from llm_policy.models import load_model
 
 # Options that make an adapter which is no sum of matrix products: PEFT's LoraConfig -> TRL's ModelConfig (None: TRL has
@@ -30,11 +32,29 @@ UNJOINABLE = {
     "alora_invocation_tokens": None,
 }
 ADAPTER_ALONE = (True, False, "gaussian", "eva", "orthogonal")  # starts of LoRA that leave the model's weights alone
+ATTENTION = (None, "eager", "sdpa")
 QUANTIZATION = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")  # of TRL's ModelConfig
 
 
-def check_adapter_options(model_config: ModelConfig) -> None:
-    """`InputError` for options whose adapter could not be joined with another one in the end."""
+def check_model_options(model_config: ModelConfig) -> None:
+    """`InputError` for options of a model that cannot be honoured.
+
+    Among them are those whose adapter could not be joined with another one in the end.
+    """
+    if model_config.attn_implementation not in ATTENTION:
+        raise InputError(
+            f"--attn_implementation {model_config.attn_implementation}: rows of several completions need a mask of "
+            "their own; expected eager or sdpa"
+        )
+    if (model_config.load_in_4bit or model_config.load_in_8bit) and find_spec("bitsandbytes") is None:
+        bits = "4bit" if model_config.load_in_4bit else "8bit"
+        raise InputError(
+            f"--load_in_{bits} true: the package bitsandbytes is missing; pip install -r requirements-4bit.txt"
+        )
+    check_choices(model_config, {"lora_task_type": tuple(TaskType.__members__)})
+    if isinstance(model_config.lora_target_modules, str):
+        with library_errors(f"--lora_target_modules {model_config.lora_target_modules!r}", (re.error,)):
+            re.compile(model_config.lora_target_modules)
     if not model_config.use_peft:
         raise InputError("--use_peft false: what is trained and saved here is a LoRA adapter; set use_peft to true")
     for option in filter(None, UNJOINABLE.values()):

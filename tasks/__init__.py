@@ -8,10 +8,11 @@ A task is one module with two names, and one line in `TASKS`:
 A task whose policies `evaluate_policy.py` can judge without its training data has a third:
 
     make_judge(settings, reader, episodes, seed)  a `Judge` from what run.json says of a run, or from nothing; it has
-                                                  `first_prompt` and `baseline_answers` besides (tasks/tabular.py)
+                                                  `first_prompt`, `baseline_answers` and `reader`, too
+                                                  (tasks/tabular.py)
 
-`JUDGE_OPTIONS` beside it names those options of evaluate_policy.py that stand above what run.json says. A module with
-`make_judge` alone is judged and not trained. With `JUDGES_ANY_RUN` it judges runs of other tasks; a judge with
+`JUDGE_OPTIONS` beside it names what it reads of those options of evaluate_policy.py that not every task has. A module
+with `make_judge` alone is judged and not trained. With `JUDGES_ANY_RUN` it judges runs of other tasks; a judge with
 `draws_samples = False` is asked for greedy answers alone.
 """
 

@@ -18,7 +18,7 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
@@ -274,4 +274,6 @@ def make_judge(settings: Mapping, reader: Reader | None, episodes: int, seed: in
     name = settings.get("test_dataset") or SAMPLES
     source = f"{HUB_DATASET}/ARC-Challenge:test" if name == HUB_DATASET else name
     questions = read_questions(source, SAMPLES_FOLDER / "arc.jsonl", science_question, seed)
+    if reader is not None:  # lm-eval's lengths, whatever the run's
+        reader = replace(reader, max_completion_tokens=MAX_ANSWER_TOKENS)
     return ArcJudge(questions, reader, {"test_dataset": name})

@@ -76,5 +76,5 @@ def words(observation: str, thought: str) -> Words:
 
 
 make_task = partial(single_environment_task, CliffWalking(), words)
-JUDGE_OPTIONS = ("observation", "thought", "horizon_steps")
+JUDGE_OPTIONS = ("observation", "thought", "horizon_steps", "episodes", "max_completion_length")
 make_judge = partial(single_environment_judge, CliffWalking(), words, Arguments)

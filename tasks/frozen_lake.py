@@ -23,7 +23,9 @@ from prompts import OBSERVATIONS, THOUGHTS, format_example, policy_messages
 from tasks import Task
 from tasks.tabular import ExpertArguments, TableJudge, Words, held_out, read_expert, table_task
 
-JUDGE_OPTIONS = ("map", "is_slippery", "observation", "thought", "horizon_steps")
+JUDGE_OPTIONS = (
+    "map", "is_slippery", "observation", "thought", "horizon_steps", "episodes", "max_completion_length",
+)  # fmt: skip
 
 
 @dataclass

@@ -113,7 +113,7 @@ def riddles(arguments: Arguments) -> tuple[list[Question], list[Question]]:
         judged = read_riddles(arguments.test_dataset, seed)
         known = {normalised(answer) for question in judged for answer in question.answers}
         others = [q for q in trained if not known & {normalised(answer) for answer in q.answers}]
-        if len(others) < len(trained):
+        if len(others) < len(trained) and arguments.dataset != arguments.test_dataset:  # as where a run is judged
             left_out = f"{len(trained) - len(others)} riddles left out of training"
             print(f"{left_out}: their answers are among those of --test_dataset", flush=True)
         trained = others
@@ -135,5 +135,5 @@ def _with_letters(question: Question) -> Question:
 
 WORDS = QuestionWords("Solve the riddle.", "I look for what fits every clue.")
 TASK = QuestionTask(WORDS, Arguments, riddles)
-JUDGE_OPTIONS = ("test_dataset",)
+JUDGE_OPTIONS = ("test_dataset", "max_completion_length")
 make_task, make_judge = TASK.make_task, TASK.make_judge

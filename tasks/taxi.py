@@ -146,5 +146,5 @@ def words(observation: str, thought: str) -> Words:
 
 
 make_task = partial(single_environment_task, Taxi(), words)
-JUDGE_OPTIONS = ("observation", "thought", "horizon_steps")
+JUDGE_OPTIONS = ("observation", "thought", "horizon_steps", "episodes", "max_completion_length")
 make_judge = partial(single_environment_judge, Taxi(), words, Arguments)

@@ -83,13 +83,13 @@ def test_every_option_of_trl_for_what_cannot_be_joined_is_refused():
     assert all(hasattr(LoraConfig(), name) for name in adapters.UNJOINABLE), "PEFT calls it otherwise by now"
     options = [option for option in adapters.UNJOINABLE.values() if option]
     assert len(options) == 3
-    adapters.check_adapter_options(ModelConfig(use_peft=True))
+    adapters.check_model_options(ModelConfig(use_peft=True))
     for option in options:
         config = ModelConfig(use_peft=True, **{option: True if option == "use_dora" else ["lm_head"]})
         with pytest.raises(InputError, match=f"^--{option} .*: warm start and GRPO are joined into one adapter"):
-            adapters.check_adapter_options(config)
+            adapters.check_model_options(config)
     with pytest.raises(InputError, match=r"^--use_peft false: what is trained and saved here is a LoRA adapter"):
-        adapters.check_adapter_options(ModelConfig())
+        adapters.check_model_options(ModelConfig())
 
 
 # The model to train ----------------------------------------------------------------------------------------------

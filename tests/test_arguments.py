@@ -9,7 +9,8 @@ import pytest
 from peft import LoraConfig
 from trl import GRPOConfig, ModelConfig, get_peft_config
 
-from llm_policy.adapters import UNJOINABLE, check_adapter_options, check_joinable
+from llm_policy import adapters
+from llm_policy.adapters import UNJOINABLE, check_joinable, check_model_options
 from llm_policy.errors import InputError
 from llm_policy.grpo import arguments as rules
 from llm_policy.grpo.arguments import TRL_CHOICES, ScriptArguments, check_arguments, check_task
@@ -79,7 +80,7 @@ def refuses(check, *arguments) -> bool:
 def test_an_option_is_refused_where_its_adapter_could_not_be_joined(option):
     """Otherwise a run would end with an adapter that the next one cannot be trained on, or not end at all."""
     model = ModelConfig(**LORA, **{name: value for name, value in (PLAIN | ODD).items() if name == option})
-    is_refused = refuses(check_adapter_options, model)
+    is_refused = refuses(check_model_options, model)
     assert is_refused == (option in ODD)
     assert is_refused == refuses(check_joinable, Path("adapter"), get_peft_config(model))
 
@@ -211,7 +212,7 @@ def test_what_a_task_lacks(script, options, parts, message):
 
 @pytest.mark.parametrize("bits", ["4bit", "8bit"])
 def test_quantised_weights_need_their_package(bits, monkeypatch):
-    monkeypatch.setattr(rules, "find_spec", lambda name: None)
+    monkeypatch.setattr(adapters, "find_spec", lambda name: None)
     with pytest.raises(
         InputError, match=rf"^--load_in_{bits} true: the package bitsandbytes is missing; pip install -r"
     ):

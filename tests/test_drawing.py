@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from test_train_script import metrics_of
 
@@ -18,6 +19,7 @@ from llm_policy.chat import Reader
 from llm_policy.errors import InputError
 from llm_policy.run_files import ROOT
 from tasks.drawing import functions
+from tasks.drawing import sandbox as sandbox_module
 from tasks.drawing.judge import DrawingJudge
 from tasks.drawing.programs import cleaned, share_of_equal_pixels
 from tasks.drawing.sandbox import FUNCTIONS, LONGEST_CODE, Sandbox, code_of
@@ -127,6 +129,12 @@ HOSTILE = {
     "truth": ("def task(img):\n    return [[True]]", "bad_output"),
     "long number": ("def task(img):\n    return [[10**5000]]", "bad_output"),
     "long number inside": ("def task(img):\n    return [[[-(10**5000)]]]", "bad_output"),
+    "a set of pictures": ("def task(img):\n    return {img}", "bad_output"),
+    "a picture as key": ("def task(img):\n    return {(img,): 1}", "bad_output"),
+    "shared over and over": (
+        "def task(img):\n    a = [1]\n    for _ in range(40):\n        a = [a, a]\n    return a",
+        "bad_output",
+    ),
     "itself": ("def task(img):\n    return task", "bad_output"),
     "two arguments": ("def task(img, other):\n    return img", "runtime"),
     "raises": ("def task(img):\n    raise ValueError('no')", "runtime"),
@@ -141,6 +149,34 @@ def test_hostile_programs(sandbox, name):
     assert (outcome.grid, outcome.error) == (None, kind), outcome
     assert time.perf_counter() - started < 10
     assert "\n" not in outcome.message
+
+
+def test_a_program_writes_nothing_on_the_terminal(sandbox, capfd):
+    """Not even where the host asks of what type its function is."""
+    code = "def type(x):\n    print('error: a line of the trainer')\ndef task(img):\n    return img"
+    sandbox.run_all([code], empty(2, 2))
+    assert "".join(capfd.readouterr()) == ""
+
+
+def test_a_worker_that_dies_under_a_program_is_not_its_failure(monkeypatch):
+    """Ctrl-C reaches all processes of a terminal's foreground, the workers among them."""
+    box, tried = Sandbox(1), []
+    original = sandbox_module._drawn
+
+    def interrupted(session, code, given):
+        tried.append(code)
+        if len(tried) == 1:
+            for worker in psutil.Process().children():
+                if "monty" in worker.name():
+                    worker.kill()
+        return original(session, code, given)
+
+    monkeypatch.setattr(sandbox_module, "_drawn", interrupted)
+    try:
+        outcome = box.run_all(["def task(img):\n    img[0, 0] = 3\n    return img"], empty(1, 1))[0]
+    finally:
+        box.close()
+    assert (outcome.grid, len(tried)) == ([[3]], 2)
 
 
 def test_sleep_costs_nothing(sandbox):
@@ -297,6 +333,9 @@ def test_the_prompt():
         (reply("def task(img):\n    return img\n"), "def task(img):\n    return img\n"),
         ("def task(img): pass", "def task(img): pass"),
         ("Sure!\n```py\ndef task(img): pass\n```\nDone. ```def other(): pass```", "def task(img): pass\n"),
+        ("I write `def task(img):` now.\n```python\ndef task(img): pass\n```", "def task(img): pass\n"),
+        ("It shows\n```\n12\n12\n```\nso\n```python\ndef task(img): pass\n```", "def task(img): pass\n"),
+        ("Look:\n```\n12\n```", "12\n"),
         ("```\n```", ""),
         ("", ""),
     ],

@@ -31,7 +31,7 @@ def test_greedy_and_sampled_policies_of_a_model(monkeypatch):
 
     for name in ("load_tokenizer", "load_model", "context_tokens", "check_prompt"):
         monkeypatch.setattr(evaluate_policy, name, lambda *_, **__: torch.nn.Linear(1, 1))
-    judge = SimpleNamespace(answers=answers, first_prompt=lambda: [])
+    judge = SimpleNamespace(answers=answers, first_prompt=lambda: [], reader=Reader(None))
     monkeypatch.setattr(evaluate_policy, "judge_of", lambda *_: judge)
 
     found = model_answers("m", {}, EvaluationArguments(["m"], samples_per_state=4), {})
@@ -189,6 +189,11 @@ BAD_INPUT = [
     ),
     (["--policies", "shortest-path", "--task", "taxi"], "shortest-path is for lakes"),
     (["--policies", "random", "--task", "taxi", "--map", "8x8"], "--map 8x8: the task taxi has no such choice"),
+    (["--policies", "random", "--task", "riddles", "--episodes", "9"], "--episodes 9: the task riddles has no such"),
+    (
+        ["--policies", "random", "--task", "arc", "--max_completion_length", "9"],
+        "--max_completion_length 9: the task arc has no such choice",
+    ),
     (["--policies", "random", "--task", "taxi", "--is_slippery", "true"], "--is_slippery True: the task taxi"),
     (["--policies", "random", "--test_dataset", "x.jsonl"], "--test_dataset x.jsonl: the task frozen_lake has no such"),
     (["--policies", "random", "--task", "riddles", "--horizon_steps", "7"], "--horizon_steps 7: the task riddles has"),

@@ -290,6 +290,7 @@ def test_a_run_that_was_solved_and_then_killed_is_only_judged(answering_llama, t
         (["--samples", "0"], "--samples 0: expected an integer of at least 1"),
         (["--use_peft", "false"], "--use_peft false: what is trained and saved here is a LoRA adapter"),
         (["--max_completion_length", "4000"], "exceed the model's context"),
+        (["--attn_implementation", "flex_attention"], "--attn_implementation flex_attention: rows of several"),
         (["--epoch", "3"], r"unknown arguments: --epoch 3 \(did you mean --epochs\?\)"),
     ],
 )

@@ -1,28 +1,24 @@
 """Options of a training run beside TRL's, and the rules that TRL does not check or leaves to a crash in step 1."""
 
 import os
-import re
 import shutil
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from typing import ClassVar
 
 import torch
-from peft import TaskType
 from transformers import Trainer, get_scheduler
 from transformers.integrations import get_available_reporting_integrations
 from trl import GRPOConfig, ModelConfig
 from trl.import_utils import is_vllm_available
 
 from llm_policy import processes
-from llm_policy.adapters import check_adapter_options
+from llm_policy.adapters import check_model_options
 from llm_policy.errors import OPTION_ERRORS, InputError, check_choices, library_errors
 from llm_policy.grpo.diagnostics import BATCH_CONDITIONS, STOP_CONDITIONS
 from llm_policy.grpo.trainer import OBJECTIVES, check_objective
 
 WARM_STARTS = ("auto", "always", "never")
 CHECKS = ("stop", "warn", "only")
-ATTENTION = (None, "eager", "sdpa")
 # TRL checks these late or not at all, and has no list of them: its help texts name them (tests/test_arguments.py).
 TRL_CHOICES = {
     "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
@@ -144,11 +140,6 @@ def check_arguments(script: ScriptArguments, training: GRPOConfig, model: ModelC
     has_compiler = os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))
     if script.check != "only" and training.device.type == "cuda" and not has_compiler:
         raise InputError("no C compiler: Triton builds kernels with one; install gcc and Python's headers, or set CC")
-    if (model.load_in_4bit or model.load_in_8bit) and find_spec("bitsandbytes") is None:
-        bits = "4bit" if model.load_in_4bit else "8bit"
-        raise InputError(
-            f"--load_in_{bits} true: the package bitsandbytes is missing; pip install -r requirements-4bit.txt"
-        )
     if script.check != "only" and training.n_gpu > 1:
         raise InputError(
             f"{training.n_gpu} GPUs and one process: give each GPU its own (python -m llm_policy.launch "
@@ -162,12 +153,7 @@ def check_arguments(script: ScriptArguments, training: GRPOConfig, model: ModelC
     if training.max_completion_length is None:
         raise InputError("--max_completion_length null: expected a whole number")
     check_processes(training, script, model)
-    if model.attn_implementation not in ATTENTION:
-        raise InputError(
-            f"--attn_implementation {model.attn_implementation}: rows of several completions need a mask of their own; "
-            "expected eager or sdpa"
-        )
-    check_adapter_options(model)
+    check_model_options(model)
     if training.max_steps == 0 or (training.max_steps < 0 and training.num_train_epochs <= 0):
         raise InputError("--max_steps: expected at least 1")
     if training.save_total_limit == 1:
@@ -175,7 +161,7 @@ def check_arguments(script: ScriptArguments, training: GRPOConfig, model: ModelC
             "--save_total_limit 1: expected at least 2, because a kill while one is written must leave another"
         )
     _check_batches(training)
-    _ask_libraries(training, model)
+    _ask_libraries(training)
 
 
 def check_processes(training: GRPOConfig, script: ScriptArguments, model: ModelConfig) -> None:
@@ -204,8 +190,8 @@ def check_processes(training: GRPOConfig, script: ScriptArguments, model: ModelC
         )
 
 
-def _ask_libraries(training: GRPOConfig, model: ModelConfig) -> None:
-    """`InputError` for what optimisers, schedules, charts and LoRA would refuse after the warm start, if at all."""
+def _ask_libraries(training: GRPOConfig) -> None:
+    """`InputError` for what optimisers, schedules and charts would refuse after the warm start, if at all."""
     if not training.optim_target_modules:  # with these an optimiser asks for the model
         what = f"--optim {training.optim.value}, --optim_args {training.optim_args}"
         with library_errors(what, OPTION_ERRORS):
@@ -222,10 +208,6 @@ def _ask_libraries(training: GRPOConfig, model: ModelConfig) -> None:
     for name in training.report_to:
         if name not in installed:
             raise InputError(f"--report_to {name}: expected one of {', '.join(installed)}, which are installed here")
-    check_choices(model, {"lora_task_type": tuple(TaskType.__members__)})
-    if isinstance(model.lora_target_modules, str):
-        with library_errors(f"--lora_target_modules {model.lora_target_modules!r}", (re.error,)):
-            re.compile(model.lora_target_modules)
 
 
 def _check_batches(training: GRPOConfig) -> None:

@@ -40,7 +40,9 @@ NAME = "task"
 PARSE, NO_FUNCTION, TIMEOUT, OUT_OF_MEMORY, RUNTIME, BAD_OUTPUT, CRASHED = ERRORS = (
     "parse", "no_function", "timeout", "memory", "runtime", "bad_output", "crashed",
 )  # fmt: skip
+UNREADABLE = (TypeError, ValueError, OverflowError, RecursionError)  # a set of pictures, say, which no host can build
 FENCE = re.compile(r"```[a-zA-Z]*\n?")
+DEFINITION = re.compile(r"^\s*def ", re.MULTILINE)
 FUNCTIONS = (Path(__file__).parent / "functions.py").read_text()
 
 
@@ -56,7 +58,8 @@ class Outcome:
 def code_of(completion: str) -> str:
     """The program in a reply that was begun for the model with an opening fence: all up to the next fence.
 
-    Where the model opens a fence of its own, with words around it, what stands inside.
+    Where the model opens a fence of its own, with words around it, what stands inside: of several fences the first one
+    that defines a function, where one does.
 
     >>> code_of("def task(img):\\n    return img\\n```\\nThis does it.")
     'def task(img):\\n    return img\\n'
@@ -64,7 +67,7 @@ def code_of(completion: str) -> str:
     'def task(img): pass\\n'
     """
     before, *rest = FENCE.split(completion)
-    return rest[0] if rest and "def " not in before else before
+    return next(filter(DEFINITION.search, [before, *rest]), rest[0] if rest else before)
 
 
 class Sandbox:
@@ -100,6 +103,11 @@ class Sandbox:
     def _run(self, code: str, given: Grid) -> Outcome:
         if len(code) > LONGEST_CODE:
             return Outcome(None, PARSE, f"{len(code)} characters, {LONGEST_CODE} is the most")
+        outcome = self._tried(code, given)
+        # Ctrl-C in a terminal reaches the workers, too, and is no program's fault
+        return self._tried(code, given) if outcome.error == CRASHED else outcome
+
+    def _tried(self, code: str, given: Grid) -> Outcome:
         try:
             with self._pool.checkout(limits=LIMITS, os_policy=POLICY) as session:
                 return _drawn(session, code, given)
@@ -112,12 +120,15 @@ def _drawn(session, code: str, given: Grid) -> Outcome:
     session.feed_run(FUNCTIONS)
     session.feed_run(code, print_callback=printed)
     try:
-        is_there = session.feed_run(f"type({NAME}) is type(lambda: 0)") is True
+        is_there = session.feed_run(f"type({NAME}) is type(lambda: 0)", print_callback=printed) is True
     except monty.MontyError:
         is_there = False
     if not is_there:
         return Outcome(None, NO_FUNCTION, f"no function {NAME}")
-    drawn = session.feed_run(f"{NAME}(Img(given))", inputs={"given": given}, print_callback=printed)
+    try:
+        drawn = session.feed_run(f"{NAME}(Img(given))", inputs={"given": given}, print_callback=printed)
+    except UNREADABLE as error:
+        return Outcome(None, BAD_OUTPUT, f"what it returns cannot be read: {error}")
     rows = drawn.attributes.get("rows") if isinstance(drawn, monty.MontyClassProxy) else drawn
     if problem := grid_problem(rows):
         return Outcome(None, BAD_OUTPUT, problem)
@@ -138,10 +149,9 @@ def grid_problem(rows: object) -> str:
 
 
 def _shown(color: object) -> str:
-    try:
-        return f"{color!r:.40}"
-    except ValueError:  # Python writes no integer of more than 4,300 digits, and a program may return one
-        return f"of type {type(color).__name__}"
+    if type(color) in (bool, float) or (type(color) is int and abs(color) < 10**9):
+        return repr(color)
+    return f"of type {type(color).__name__}"  # a nested list may be longer than memory, written out
 
 
 def _failed(error: Exception) -> Outcome:

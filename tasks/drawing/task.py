@@ -30,6 +30,7 @@ from tasks.linter import Finding, prompt_tokens
 
 DEFAULT_TARGET = "5-vertical-lines"
 LESSONS = 1_000_000
+JUDGE_OPTIONS = ("max_completion_length",)
 FOUND_FILE = "found.json"
 
 
@@ -151,6 +152,10 @@ def make_task(arguments: Arguments, training, tokenizer: PreTrainedTokenizerBase
     """
     if weights := getattr(training, "reward_weights", None):
         raise InputError(f"--reward_weights {weights}: drawing has one reward; leave its weight out")
+    if (interval := getattr(training, "logging_steps", 1)) != 1:
+        raise InputError(
+            f"--logging_steps {interval:g}: drawing counts its programs in every step's line; leave it at 1"
+        )
     target = read_target(arguments.target)
     sandbox = Sandbox()
     reader = Reader(tokenizer, training.max_completion_length)

@@ -34,7 +34,8 @@ def normalised(text: str) -> str:
     >>> normalised("The Maps."), normalised("a piano"), normalised("A"), normalised("-3.5")
     ('map', 'piano', 'a', 'minus 3.5')
     """
-    signed = re.sub(r"(?<![\w)])[-−](?=\d)", " minus ", re.sub(r"['’]", "", text.casefold()))
+    signed = re.sub(r"(?<![\w)])[-−](?=\.?\d)", " minus ", re.sub(r"['’]", "", text.casefold()))
+    signed = re.sub(r"(?<![\w.])\.(?=\d)", "0.", signed)
     words = re.sub(r"[^\w\s.]|_|(?<!\d)\.|\.(?!\d)", " ", signed).split()
     if len(words) > 1 and words[0] in ARTICLES:
         words = words[1:]
@@ -56,7 +57,7 @@ def _singular(word: str) -> str:
         return word[:-2]
     if word.endswith(("che", "she", "xe", "sse", "oe", "use")):
         return word[:-1]
-    if word.endswith("s") and len(word) > 3 and not word.endswith(("ss", "us", "is")):
+    if word.endswith("s") and len(word) > 3 and not word.endswith(("ss", "us")):
         return word[:-1]
     return word
 
