@@ -62,7 +62,9 @@ class EvaluationArguments:
     is_slippery: bool | None = field(default=None, metadata={"help": "Lake: slippery? Default: the run's, else true."})
     observation: str | None = field(default=None, metadata={"help": "As in training. Default: the run's."})
     thought: str | None = field(default=None, metadata={"help": "As in training. Default: the run's."})
-    horizon_steps: int | None = field(default=None, metadata={"help": "Step limit. Default: the environment's."})
+    horizon_steps: int | None = field(
+        default=None, metadata={"help": "Step limit. Default: the run's (PPO, TRPO), else the environment's."}
+    )
     test_dataset: str | None = field(
         default=None, metadata={"help": "Questions: samples, a .jsonl or .csv file, or hub/id. Default: the run's."}
     )
@@ -117,6 +119,14 @@ def shared_settings(runs: dict[str, dict], arguments: EvaluationArguments) -> di
                 others = ", ".join(known)
                 remedy = "judge them one by one" + (f" or {remedy}" if remedy else "")
                 raise InputError(f"--policies {others}: these runs were judged on different {key}; {remedy}")
+    limits = {settings["horizon_steps"] for settings in known.values() if "algorithm" in settings}
+    if len(limits) > 1 and arguments.horizon_steps is None:
+        raise InputError(
+            f"--policies {', '.join(known)}: these runs were judged with different step limits, "
+            f"{' and '.join(map(str, sorted(limits)))}; give --horizon_steps"
+        )
+    if limits:
+        shared["horizon_steps"] = limits.pop()
     return shared | shared_questions(known, arguments)
 
 
@@ -212,7 +222,7 @@ def episodes_beside_each_other(arguments: EvaluationArguments, runs: dict[str, d
             f"--policies {others[0]}: the other runs are judged by episodes, beside a random and the best constant "
             "policy; expected a run of train_policy_gradient.py in the same environment"
         )
-    for option in ("task", *OVERRIDES):
+    for option in ("task", *OVERRIDES, "dtype", "max_completion_length"):
         if getattr(arguments, option) is not None:
             raise InputError(
                 f"--{option} {getattr(arguments, option)}: runs of train_policy_gradient.py are judged in the "

@@ -97,6 +97,8 @@ ENVIRONMENTS = [
     ("FrozenLake-v1", {}, 7, "FrozenLake-v1", 7, True),
     ("CliffWalking-v1", {}, None, "CliffWalking-v1", 100, True),  # has no limit of its own
     ("MountainCarContinuous-v0", {}, None, "MountainCarContinuous-v0", 999, False),
+    ("Taxi-v4", {}, None, "Taxi-v4", 200, True),
+    ("Taxi-v4", {"fickle_passenger": True}, None, "Taxi-v4", 200, False),  # of which the table knows nothing
 ]
 
 
@@ -136,6 +138,7 @@ BAD_ENVIRONMENTS = [
     ("FrozenLake-v1", {"desc": ["SF", "G"]}, r"--env_options "),
     ("FrozenLake-v1", {"desc": ["FF", "FG"]}, "--env_options: desc: 'FF.FG' has no start"),
     ("FrozenLake-v1", {"desc": 3}, r"--env_options "),
+    ("FrozenLake-v1", {"map_name": None}, "--env_options: map_name null: draws another map at every start"),
     (
         "FrozenLake-v1",
         {"desc": ["S" + "F" * 69] + ["F" * 70] * 68 + ["F" * 69 + "G"]},

@@ -48,8 +48,12 @@ def small(model, folder, *more) -> list[str]:
     """Arguments of a run of seconds; what stands in `more` wins."""
     options = {
         "env_id": "CartPole-v1", "timesteps": 256, "n_envs": 2, "n_steps": 32, "batch_size": 32, "judge_episodes": 3,
-        "model_name_or_path": model, "output_dir": folder, "lora_r": 2, "schedule": "constant", "horizon_steps": 30,
+        "output_dir": folder, "schedule": "constant", "horizon_steps": 30,
     }  # fmt: skip
+    if any(actor in more for actor in ACTORS[1:]):
+        options["model_name_or_path"] = model
+    if "lora" in more:
+        options["lora_r"] = 2
     return [str(text) for name, value in options.items() for text in (f"--{name}", value)] + [*map(str, more)]
 
 
@@ -442,6 +446,23 @@ def test_the_same_seed_gives_the_same_curve(model, tmp_path):
     assert first != other
 
 
+def test_judging_a_trained_run_again_is_no_training(model, tmp_path):
+    options = small(model, tmp_path, "--resume_from_checkpoint", "auto")
+    assert main(options) == 0
+    learner = make_learner(arguments_of(model))
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    resumed = progress.Progress(learner, tmp_path, arguments_of(model), checkpoint)
+    assert (resumed.steps_left, resumed.seconds) == (0, resumed.seconds_before)
+
+
+def test_a_run_without_its_policy_is_not_finished(model, tmp_path):
+    assert main(small(model, tmp_path)) == 0
+    for name in ("policy.safetensors", "evaluation.json"):
+        (tmp_path / name).unlink()
+    with pytest.raises(InputError, match=r": is not finished; --resume_from_checkpoint auto goes on with it"):
+        load_run(tmp_path)
+
+
 def test_max_episodes_ends_the_training(model, tmp_path, capfd):
     """Also where the run was cut off while it was judged: no step is played again."""
     options = small(model, tmp_path, "--max_episodes", 7)
@@ -551,6 +572,15 @@ def test_a_run_stands_beside_others(model, tmp_path, capfd):
     assert names[3:] == [f"{lake}, greedy", f"{lake}, sampled", "expert"]
     assert "0.8235" in capfd.readouterr().out
     assert evaluate_policy.main(["--policies", str(lake), "--map", "4x4"]) == 0
+    large, rows = tmp_path / "large", {}
+    assert main(small(model, large, "--env_id", "FrozenLake-v1", "--horizon_steps", 40)) == 0
+    assert evaluate_policy.main(["--policies", str(large), "--output_dir", str(tmp_path / "d")]) == 0
+    for folder in (large, tmp_path / "d"):  # within the run's own limit
+        policies = json.loads((folder / "evaluation.json").read_text())["policies"]
+        rows[folder] = next(row for row in policies if row["policy"] == "optimal")
+    assert len({row["success_at_horizon"] for row in rows.values()}) == 1
+    with pytest.raises(InputError, match=r"different step limits, 40 and 100; give --horizon_steps"):
+        evaluate_policy.main(["--policies", str(lake), str(large)])
     with pytest.raises(InputError, match=r"--map 8x8: .*lake knows the lake that it was trained on alone"):
         evaluate_policy.main(["--policies", str(lake), "--map", "8x8"])
     assert evaluate_policy.main(["--policies", str(first), str(second), "--output_dir", str(tmp_path / "b")]) == 0
@@ -599,6 +629,9 @@ def test_a_run_stands_beside_others(model, tmp_path, capfd):
         (["--algorithm", "trpo", "--sub_sampling_factor", "64"], r"--sub_sampling_factor 64: leaves 1 of an update's"),
         (["--cg_max_steps", "5"], r"--cg_max_steps 5: is for --algorithm trpo alone"),
         (["--algorithm", "trpo", "--n_epochs", "5"], r"--n_epochs 5: is for --algorithm ppo alone"),
+        (["--pooling", "mean"], r"--pooling mean: is for --actor frozen or lora or random alone"),
+        (["--actor", "frozen", "--lora_alpha", "4"], r"--lora_alpha 4: is for --actor lora alone"),
+        (["--max_episodes", "1"], r"--max_episodes 1: played within \d+ steps, before the first update; give more"),
         (["--resume_from_checkpoint", "yes"], r"--resume_from_checkpoint 'yes': expected one of auto"),
         (["--actor", "frozen", "--model_name_or_path", "/no/such"], r"/no/such: no such folder"),
         (["--timestep", "5"], r"unknown arguments: --timestep 5 \(did you mean --timesteps\?\)"),
@@ -661,7 +694,8 @@ def test_a_configuration_fits_its_algorithm_and_comes_out_even(model, file):
     if name == "HalfCheetah":
         pytest.importorskip("mujoco", reason="requirements-mujoco.txt")
     assert default_config(env_id, algorithm, actor) == file
-    options = ["--env_id", env_id, "--algorithm", algorithm, "--actor", actor, "--model_name_or_path", str(model)]
+    options = ["--env_id", env_id, "--algorithm", algorithm, "--actor", actor]
+    options += [] if actor == "mlp" else ["--model_name_or_path", str(model)]
     arguments, config = read_arguments(options, "a test")
     assert str(config) == str(file)
     make_learner(arguments)

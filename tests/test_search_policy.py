@@ -122,6 +122,13 @@ def test_other_environments(tmp_path, capsys):
     assert all(row["standard_error"] >= 0 and row["value_without_limit"] is None for row in rows.values())
     assert evaluation["judge_episodes"] == 5
     assert "solved at a return of 475" in capsys.readouterr().out
+    limited = ["--env_id", "CartPole-v1", "--horizon_steps", "20"]
+    assert main(small_run(tmp_path / "limited", *limited)) == 0
+    assert "solved at" not in capsys.readouterr().out
+    paid = ["--env_options", '{"reward_schedule": [10, -10, 0.1]}', "--proposer", "random"]
+    assert main(small_run(tmp_path / "paid", *paid)) == 0
+    assert "optimal" not in (printed := capsys.readouterr().out), "to walk on for ever pays without a limit"
+    assert "return in 100 steps" in printed
     assert main(small_run(tmp_path / "cliff", "--env_id", "CliffWalking-v1", "--proposer", "hill_climbing")) == 0
     rows = {row["policy"]: row for row in json.loads((tmp_path / "cliff/evaluation.json").read_text())["policies"]}
     assert rows["optimal"]["value"] == -13
@@ -397,6 +404,8 @@ BAD_INPUT = [
     (["--env_id", "\udcff"], "--env_id '\\udcff': holds a byte that is no UTF-8"),
     (["--proposer", "recorded", "--answers", ""], "--answers '': names nothing"),
     (["--proposer", "endpoint"], "--proposer endpoint: needs --model_name"),
+    (["--proposer", "local", "--base_url", "http://h/v1"], "--base_url: is for --proposer endpoint, and this is"),
+    (["--proposer", "local", "--answers", "a.jsonl"], "--answers: is for --proposer recorded, and this is"),
     (["--proposer", "recorded"], "--proposer recorded: needs --answers"),
     (["--proposer", "recorded", "--answers", "{tmp}/nowhere"], "{tmp}/nowhere: cannot be read"),
     # The environment

@@ -35,7 +35,8 @@ class GymEnvironment:
 
     Attributes:
         env_id: with its version, also where the user left it out.
-        mdp: the environment as arrays where it has a transition table (toy text): policies can then be judged exactly.
+        mdp: the environment as arrays where it has a transition table that says all (toy text): policies can then be
+            judged exactly.
         options: what was given to `gymnasium.make` beside the id.
     """
 
@@ -44,6 +45,11 @@ class GymEnvironment:
     horizon_steps: int
     mdp: MDP | None
     options: Mapping[str, Any]
+
+    @property
+    def threshold(self) -> float | None:
+        """The mean return at which Gymnasium calls it solved; None where it does not say, or means another one."""
+        return self.env.spec.reward_threshold if self.env.spec and self.is_usual else None
 
     @property
     def is_usual(self) -> bool:
@@ -82,7 +88,8 @@ def make_gym_environment(
             sys.modules["mujoco"].set_mju_user_warning(_warn_once)
         is_discrete = isinstance(env.observation_space, Discrete) and isinstance(env.action_space, Discrete)
         _check_options(env, options)
-        if is_discrete and hasattr(env.unwrapped, "P"):
+        # A fickle passenger changes the goal on the way, which Taxi's table does not say
+        if is_discrete and hasattr(env.unwrapped, "P") and not getattr(env.unwrapped, "fickle_passenger", False):
             mdp = mdp_from_env(env)
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         remedy = "pip install -r requirements-mujoco.txt" if "mujoco" in str(error).lower() else "install it"
@@ -118,6 +125,8 @@ def _check_options(env: gymnasium.Env, options: Mapping[str, Any]) -> None:
         if name in defaults and isinstance(defaults[name].default, bool) and not isinstance(value, bool):
             raise InputError(f"--env_options: {name} {json.dumps(value)}: expected true or false")
     if isinstance(env.unwrapped, FrozenLakeEnv):
+        if options.get("desc") is None and options.get("map_name", "4x4") is None:
+            raise InputError("--env_options: map_name null: draws another map at every start; name one, or give desc")
         check_grid([b"".join(row).decode() for row in np.array(env.unwrapped.desc).tolist()], "--env_options: desc")
 
 

@@ -25,6 +25,11 @@ OWN_OPTIONS = {
     "ppo": ("n_epochs", "clip_range", "ent_coef", "vf_coef", "max_grad_norm"),
     "trpo": ("cg_max_steps", "cg_damping", "n_critic_updates", "line_search_max_iter", "sub_sampling_factor"),
 }
+# What only these actors have
+MODEL_OPTIONS = {
+    ("frozen", "lora", "random"): ("model_name_or_path", "dtype", "pooling", "center"),
+    ("lora",): ("lora_r", "lora_alpha"),
+}
 SHARED_OPTIONS = ("n_steps", "batch_size", "gamma", "gae_lambda", "target_kl")
 SAVES = 20  # checkpoints of a run
 LINES = 200  # of metrics.jsonl
@@ -136,6 +141,11 @@ class PolicyGradientArguments:
             for name in names:
                 if algorithm != self.algorithm and getattr(self, name) is not None:
                     raise InputError(f"--{name} {getattr(self, name)}: is for --algorithm {algorithm} alone")
+        defaults = {f.name: f.default for f in fields(self)}
+        for actors, own in MODEL_OPTIONS.items():
+            for name in own if self.actor not in actors else ():
+                if getattr(self, name) != defaults[name]:
+                    raise InputError(f"--{name} {getattr(self, name)}: is for --actor {' or '.join(actors)} alone")
         if not self.hidden_sizes:
             raise InputError("--hidden_sizes: expected at least one layer")
         if self.output_dir is None:

@@ -14,6 +14,7 @@ import torch
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from gymnasium.spaces import Discrete
 from rich.table import Table
+from scipy.stats import t as student
 from stable_baselines3.common.evaluation import evaluate_policy
 
 from llm_policy.command_line import parse_arguments
@@ -42,7 +43,6 @@ from llm_policy.policy_gradient.state_text import lake_grid
 from llm_policy.processes import progress
 from llm_policy.reading import read_text
 from llm_policy.run_files import CONFIG_FILE, EVALUATION_FILE, write_whole
-from llm_policy.statistics import Z_95
 from llm_policy.tables import show
 
 # Mean returns of others, not run here: environment (HalfCheetah: any version) -> what -> score
@@ -116,7 +116,7 @@ class EpisodeScore:
     """The undiscounted return of fresh episodes.
 
     Attributes:
-        interval: half the width of the mean's 95 % interval.
+        interval: half the width of the mean's 95 % interval (Student's t).
     """
 
     policy: str
@@ -132,7 +132,7 @@ class EpisodeScore:
         return cls(
             policy,
             float(np.mean(totals)),
-            Z_95 * spread / len(totals) ** 0.5,
+            float(student.ppf(0.975, max(1, len(totals) - 1))) * spread / len(totals) ** 0.5,
             len(totals),
             float(np.min(totals)),
             float(np.max(totals)),
@@ -224,8 +224,7 @@ def verdict_of(scores: Sequence[EpisodeScore], environment: GymEnvironment) -> s
         return ""
     others = [score for score in scores if score.policy not in (GREEDY, SAMPLED)]
     best = max(others, key=lambda score: score.mean_return)
-    spec = environment.env.spec
-    threshold = spec.reward_threshold if spec else None
+    threshold = environment.threshold
     figures = f"mean return {trained.mean_return:.1f} in {trained.episodes} episodes"
     if threshold is not None and trained.mean_return >= threshold:
         return f"solved: {figures} (Gymnasium asks for {threshold:g})"

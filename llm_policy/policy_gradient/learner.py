@@ -38,7 +38,7 @@ from llm_policy.policy_gradient.policy import Policy, StateReader
 from llm_policy.policy_gradient.state_text import text_of_states
 from llm_policy.policy_gradient.text_encoder import TextEncoder
 from llm_policy.policy_gradient.trpo import FewPassesTRPO
-from llm_policy.run_files import run_settings
+from llm_policy.run_files import EVALUATION_FILE, run_settings
 
 LIKELY_STATES = 64  # whose texts say what all texts have in common
 POLICY_FILE, STATISTICS_FILE, STATE_FILE = "policy.safetensors", "normalizer.json", "training_state.pt"
@@ -202,6 +202,8 @@ def save_policy(learner: Learner, folder: Path) -> None:
 def load_policy(learner: Learner, folder: Path) -> None:
     """`InputError` for a file that is gone, damaged, or of another policy."""
     file = folder / POLICY_FILE
+    if not file.exists() and not (folder / EVALUATION_FILE).exists():
+        raise InputError(f"{folder}: is not finished; --resume_from_checkpoint auto goes on with it")
     try:
         tensors = load_file(file)
         learner.policy.load_state_dict(tensors)

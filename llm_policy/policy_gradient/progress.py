@@ -92,7 +92,7 @@ class Progress(BaseCallback):
             cut_back(file, state["timesteps"])
         self.began, self.began_at = time.perf_counter(), learner.algorithm.num_timesteps
         self.began_at_episode = len(self.episode_returns)
-        self.ended: float | None = None
+        self.ended = None if self.steps_left else self.began
         self.said_estimate, self.printed_at = False, -math.inf
         learner.algorithm.set_logger(Logger(str(folder), [TensorBoardOutputFormat(str(folder / TENSORBOARD_FOLDER))]))
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
@@ -101,7 +101,7 @@ class Progress(BaseCallback):
     @property
     def seconds(self) -> float:
         """Of training, parts before an interruption included and judging left out."""
-        return self.seconds_before + (self.ended or time.perf_counter()) - self.began
+        return self.seconds_before + (time.perf_counter() if self.ended is None else self.ended) - self.began
 
     def _has_all_episodes(self) -> bool:
         return len(self.episode_returns) >= self.max_episodes
@@ -162,6 +162,11 @@ class Progress(BaseCallback):
     def _on_training_end(self) -> None:
         """After the last update."""
         self._check_weights()
+        if not self.learner.algorithm._n_updates:
+            raise InputError(
+                f"--max_episodes {self.max_episodes}: played within {self.num_timesteps} steps, before the first "
+                "update; give more episodes, or a smaller --n_steps"
+            )
         if self.logged_at < self.num_timesteps:
             self.log()
         self.save()

@@ -14,7 +14,7 @@ from llm_policy.policy_search.search import Answer, Request, seed_of
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 KEPT = "; the history is kept and the same command resumes"
-LONGEST_PAUSE_SECONDS = 8  # of openai's client between two tries
+LONGEST_PAUSE_SECONDS = 120  # of openai's client between two tries, where a server's Retry-After asks for it
 LARGEST_REPLY = 10_000_000  # bytes
 
 

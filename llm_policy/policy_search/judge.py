@@ -5,6 +5,7 @@ Axes: S states, A actions.
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from llm_policy.environments.gym_env import GymEnvironment, returns
 from llm_policy.environments.mdp import optimal_policy, optimal_return, policy_return
+from llm_policy.errors import InputError
 from llm_policy.policy_search.parameters import Parameters, SearchProblem
 from llm_policy.policy_search.search import Step, seed_of
 
@@ -156,7 +158,8 @@ def reference_rows(judge: SearchJudge) -> list[Row]:
     """The optimum where it can be computed, and the uniformly random policy."""
     rows = [Row("uniform random policy", judge.of_uniform_random())]
     if judge.environment.mdp is not None:
-        rows.insert(0, Row("optimal", judge.of_table(optimal_policy(judge.environment.mdp))))
+        with suppress(InputError):  # rewards that never end have no optimum without a limit
+            rows.insert(0, Row("optimal", judge.of_table(optimal_policy(judge.environment.mdp))))
     return rows
 
 
@@ -171,7 +174,8 @@ def curve_of(steps: Sequence[Step], judge: SearchJudge) -> tuple[list[int], list
 
 def comparison_table(rows: Sequence[Row], environment: GymEnvironment, title: str) -> Table:
     is_exact = environment.mdp is not None
-    what = "success" if environment.env_id.startswith("FrozenLake") else "return"
+    is_lake = environment.env_id.startswith("FrozenLake") and "reward_schedule" not in environment.options
+    what = "success" if is_lake else "return"
     table = Table("policy", title=title)
     columns = [f"{what} in {environment.horizon_steps} steps", *([f"{what}, no limit"] if is_exact else [])]
     for column in (*columns, "as searched", "episodes"):
@@ -197,7 +201,7 @@ def ceiling_text(environment: GymEnvironment) -> list[str]:
     if environment.mdp is not None:
         ceiling = number_text(float(optimal_return(environment.mdp, environment.horizon_steps)))
         return [f"The best policy that may count its steps reaches {ceiling} in {environment.horizon_steps} steps."]
-    threshold = environment.env.spec.reward_threshold if environment.env.spec else None
+    threshold = environment.threshold
     return [] if threshold is None else [f"Gymnasium calls the task solved at a return of {threshold:g}."]
 
 

@@ -48,6 +48,6 @@ def cost_of(log: AnswerLog, steps: Sequence[Step], settings: SearchSettings, sec
 def cost_text(cost: Mapping) -> str:
     return (
         "cost: {calls} calls, {tokens_in} tokens in, {tokens_out} out, {answer_seconds} s of answers, {seconds} s "
-        "in all; {unusable_answers} answers could not be used, {failed_iterations} of {iterations} iterations failed, "
-        "{repeated_policies} repeated a policy"
+        "in this call; {unusable_answers} answers could not be used, {failed_iterations} of {iterations} iterations "
+        "failed, {repeated_policies} repeated a policy"
     ).format(**cost)

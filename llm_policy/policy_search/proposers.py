@@ -24,6 +24,7 @@ from llm_policy.run_files import ROOT
 from llm_policy.sampling import sample_completions
 
 PROPOSERS = ("local", "endpoint", "random", "hill_climbing", "recorded")
+OWN_OPTIONS = {"endpoint": ("base_url", "context_tokens"), "recorded": ("answers",)}
 NAMES_WITHOUT_MODEL = {"random": "random search", "hill_climbing": "hill climbing"}
 ENDPOINT_COMPLETION_TOKENS = 1024
 # What an answer may take, with room for a tokenizer that has one token per digit
@@ -66,6 +67,10 @@ class ProposerSettings:
         check_choices(self, {"proposer": PROPOSERS, "dtype": DTYPES})
         if self.proposer == "local" and self.constrained and not self.answer_prefix:
             raise InputError("--constrained true: needs an --answer_prefix")
+        if self.proposer == "local":  # the default: another one was meant
+            for proposer, names in OWN_OPTIONS.items():
+                if given := [name for name in names if getattr(self, name) is not None]:
+                    raise InputError(f"--{given[0]}: is for --proposer {proposer}, and this is --proposer local")
         needed = {"endpoint": "model_name", "recorded": "answers"}.get(self.proposer)
         if needed and not getattr(self, needed):
             raise InputError(f"--proposer {self.proposer}: needs --{needed}")
