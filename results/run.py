@@ -1,10 +1,10 @@
 """One reported result: fresh seeds of one configuration. Their small files go to results/STUDY/NAME/.
 
-    python results/run.py --study canonical --name canonical_slippery --seeds 4 5 6
-    python results/run.py --study canonical --name dry --expert "--is_slippery false --rows states" \\
+    python results/run.py --study canonical --name mine --seeds 4 5 6
+    python results/run.py --study canonical --name mine_dry --expert "--is_slippery false --rows states" \\
         -- --is_slippery false
-    python results/run.py --study ablations --name ablation_kl --seeds 1 2 3 -- --beta 0.1
-    python results/run.py --study policy_search --name props_cart_pole --script search_policy.py \\
+    python results/run.py --study ablations --name mine_kl --seeds 1 2 3 -- --beta 0.1
+    python results/run.py --study policy_search --name mine_cart_pole --script search_policy.py \\
         -- --env_id CartPole-v1
 
 Everything behind `--` goes to the script. The same command resumes after a kill, and other seeds are added to those
@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -252,6 +253,9 @@ def refused(target: Path, is_first: bool, code: int) -> int:
     """The exit code; a command whose first call was refused is forgotten, so that the mended one may have its name."""
     if is_first and code == EXIT_INPUT_ERROR:
         (target / "command.txt").unlink()
+        with suppress(OSError):  # they hold something else
+            target.rmdir()
+            target.parent.rmdir()
     return code
 
 
@@ -286,7 +290,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             make_folder(run)
             shutil.copy(untrained, run)
         output = ["--seed", str(seed), "--output_dir", str(run.relative_to(ROOT))]
-        if code := timed_run([sys.executable, arguments.script, *output, *flags], run):
+        code = timed_run([sys.executable, arguments.script, *output, *flags], run)
+        if code < 0:
+            name = signal.Signals(-code).name
+            why = "mostly for want of memory; " if name == "SIGKILL" else ""
+            print(f"error: seed {seed} was ended by {name}, {why}the same command resumes", file=sys.stderr)
+            return 128 - code
+        if code:
             return refused(target, is_new and number == 1, code)
         keep_files(run, target / run.name)
     print(f"{target.relative_to(ROOT)}: finished {', '.join(f'seed-{seed}' for seed in arguments.seeds)}")

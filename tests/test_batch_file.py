@@ -84,6 +84,20 @@ def test_slurm_starts_the_copy_in_its_spool_folder(tmp_path):
     job.communicate(timeout=20)
 
 
+def test_an_allocation_works_where_the_file_lies_in_a_folder_of_its_own(tmp_path):
+    """`salloc` says where it was called, and its jobs are no array."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "train_script.py").touch()
+    job = batch_job(
+        tmp_path, SLURM_JOB_ID="77", SLURM_JOB_NAME="interactive", SLURM_SUBMIT_DIR=str(tmp_path / "elsewhere")
+    )
+    assert arguments_of_training(tmp_path)[:5] == [
+        "train_script.py", "--seed", "0", "--output_dir", "runs/interactive-77/seed-0",
+    ]  # fmt: skip
+    job.terminate()
+    job.communicate(timeout=20)
+
+
 PROCESSES = {
     # name: what SLURM says of the job, how the processes are started, what srun is asked for
     "two GPUs": ({"SLURM_GPUS_ON_NODE": "2", "SLURM_NTASKS": "1"}, "--nproc_per_node 2", None),

@@ -218,7 +218,8 @@ def test_ablations_section(results):
     for name, options in options_of.items():
         folder = results / f"ablations/ablation_{name}"
         folder.mkdir(parents=True)
-        flags = f"-- --max_steps 40 --{name} 1 --stop_when either --beta 2 --objective expected"
+        older = " --form_coef 0 --lora_dropout 0.05" if name == "kl" else ""
+        flags = f"-- --max_steps 40 --{name} 1 --stop_when either --beta 2 --objective expected{older}"
         (folder / "command.txt").write_text(f"python results/run.py --name ablation_{name} {options}{flags}\n")
         write_seed(folder / "seed-1", 0.3)
     # Without an objective it is the default's, of which there is no unchanged result here
@@ -226,15 +227,23 @@ def test_ablations_section(results):
     folder.mkdir()
     (folder / "command.txt").write_text("python results/run.py --name ablation_form -- --max_steps 40 --form_coef 0\n")
     write_seed(folder / "seed-1", 0.3)
+    # An objective alone is a change of the default
+    folder = results / "ablations/ablation_objective"
+    folder.mkdir()
+    (folder / "command.txt").write_text("python results/run.py --name ablation_objective -- --objective grpo\n")
+    write_seed(folder / "seed-1", 0.3)
     # What the unchanged command says as well is no change
     command = results / "canonical/canonical_slippery/command.txt"
-    command.write_text("python results/run.py --name canonical_slippery -- --objective expected --beta 3\n")
+    flags = "--objective expected --beta 3 --form_coef 0 --lora_dropout 0.05"
+    command.write_text(f"python results/run.py --name canonical_slippery -- {flags}\n")
     metrics = results / "canonical/canonical_slippery/seed-1/metrics.jsonl"
     metrics.write_text(
         metrics.read_text() + json.dumps({"step": 5, "seconds": 9.0, "policy/percent_of_optimal": 100.0}) + "\n"
     )
     assert ablations.ablations_section(lakes.training_results()).splitlines()[2:] == [
         "| [`--form_coef 0`](results/ablations/ablation_form) | **0.3000** (0.3000) | 9 of 11 | never | 2 | 4 "
+        f"| says 0.3 | {WHEN} |",
+        "| [`--objective grpo`](results/ablations/ablation_objective) | **0.3000** (0.3000) | 9 of 11 | never | 2 | 4 "
         f"| says 0.3 | {WHEN} |",
         "| *canonical_slippery, unchanged* | **0.6000** (0.8000, 0.4000) | 9, 9 of 11 | 5, never | 5, 2 | 4, 4 "
         f"| says 0.4 | {WHEN} |",

@@ -70,11 +70,18 @@ def test_a_command_whose_first_call_is_refused_leaves_its_name_free(started, tmp
     with monkeypatch.context() as patch:
         patch.setattr(results_run, "run_to_its_end", lambda command: next(codes))
         assert results_run.main([*KL[:-2], "--betta", "0.1"]) == 2
-        assert not (tmp_path / "results/ablations/kl/command.txt").exists()
+        assert not (tmp_path / "results/ablations").exists(), "another study may take the name, too"
         assert results_run.main(KL) == 75  # begun: the name is taken
         assert results_run.main(KL) == 2
     assert (tmp_path / "results/ablations/kl/command.txt").exists()
     assert results_run.main(KL) == 0
+
+
+def test_a_run_that_is_killed_is_named(started, monkeypatch, capsys):
+    monkeypatch.setattr(results_run, "run_to_its_end", lambda command: -9)
+    assert results_run.main(KL) == 137
+    said = capsys.readouterr().err
+    assert said.endswith(" was ended by SIGKILL, mostly for want of memory; the same command resumes\n")
 
 
 def test_another_command_does_not_go_into_the_same_folder(started, tmp_path):

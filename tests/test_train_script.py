@@ -548,6 +548,8 @@ BAD_INPUT = [
     (["--trust_remote_code", "true"], "--trust_remote_code: is not passed on"),
     (["--cache_implementation", "static"], "--cache_implementation: is not passed on"),
     (["--enable_jit_checkpoint", "true"], "--enable_jit_checkpoint: would take the signals"),
+    (["--num_train_epochs", "1"], "--num_train_epochs 1: --max_steps"),
+    (["--eval_steps", "5"], "--eval_steps: evaluation is this script's, --evaluate_steps"),
     (["--save_only_model", "true"], "--save_only_model: leaves nothing to resume from"),
     (["--push_to_hub", "true"], "--push_to_hub: would upload GRPO's part"),
     (["--hub_token", "hf_x"], "--hub_token: would stand in the run's files"),

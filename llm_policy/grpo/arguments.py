@@ -33,6 +33,8 @@ REFUSED = {
     "enable_jit_checkpoint": "would take the signals; SIGTERM writes a checkpoint here anyway",
     "save_only_model": "leaves nothing to resume from; leave it out",
     "restore_callback_states_from_checkpoint": "would make our callbacks anew; a resumed run restores them anyway",
+    "eval_steps": "evaluation is this script's, --evaluate_steps",
+    "label_smoothing_factor": "has no effect on GRPO; leave it out",
     "eval_on_start": "evaluation is this script's: the untrained model is judged anyway; leave it out",
     "remove_unused_columns": "would take away what the rewards need; leave it out",
     "chat_template_kwargs": "would reach the trainer's prompts alone, not the judge's; leave it out",
@@ -129,6 +131,12 @@ def check_arguments(script: ScriptArguments, training: GRPOConfig, model: ModelC
     if training.eval_strategy != "no":
         kind = training.eval_strategy.value
         raise InputError(f"--eval_strategy {kind}: evaluation is this script's, --evaluate_steps")
+    epochs = training.num_train_epochs
+    if training.max_steps > 0 and epochs != GRPOConfig.num_train_epochs:
+        raise InputError(
+            f"--num_train_epochs {epochs:g}: --max_steps {training.max_steps} decides; change that, or give "
+            "--max_steps -1 as well"
+        )
     for name, reason in REFUSED.items():
         if getattr(training, name):
             raise InputError(f"--{name}: {reason}")

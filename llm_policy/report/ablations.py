@@ -11,6 +11,7 @@ from llm_policy.report.studies import ABLATIONS
 # What ablations start from: the configuration's own objective, `expected` by name, and the original
 ABLATED = ("natural_slippery", "canonical_slippery", "original_reproduced")
 DEFAULT_CONFIG, ORIGINAL_CONFIG = "configs/laptop.yaml", "configs/laptop_original.yaml"
+OLDER_DEFAULTS = {"--objective", "--form_coef", "--lora_dropout"}  # named by whoever starts from canonical_slippery
 SAME_IN_ABLATIONS = ("--max_steps", "--stop_when", "--samples_per_state")
 
 
@@ -50,7 +51,7 @@ def _start(command: list[str]) -> str:
     """The result that a command changes something of; its configuration, where that is another one."""
     config = command[command.index("--config") + 1] if "--config" in command else DEFAULT_CONFIG
     if config == DEFAULT_CONFIG:
-        return "canonical_slippery" if "--objective" in _options(command) else "natural_slippery"
+        return "canonical_slippery" if set(_options(command)) >= OLDER_DEFAULTS else "natural_slippery"
     return "original_reproduced" if config == ORIGINAL_CONFIG else config
 
 
