@@ -27,8 +27,9 @@
 # The arguments are those of train_script.py except --seed and, under SLURM, --output_dir.
 set -euo pipefail
 # SLURM runs a copy of this file; in an allocation (salloc) it is the file itself
-cd "$(dirname "$0")"
-if [[ ! -e train_script.py ]]; then cd "${SLURM_SUBMIT_DIR:-.}"; fi
+here=$(dirname "$0")
+if [[ ! -e "$here/train_script.py" ]]; then here="${SLURM_SUBMIT_DIR:-$here}"; fi
+cd "$here"
 
 refuse() {
   echo "error: $1: the array's index is the seed and names the folder (sbatch --array=5 runs seed 5);" \
