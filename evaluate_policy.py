@@ -119,7 +119,7 @@ def shared_settings(runs: dict[str, dict], arguments: EvaluationArguments) -> di
                 others = ", ".join(known)
                 remedy = "judge them one by one" + (f" or {remedy}" if remedy else "")
                 raise InputError(f"--policies {others}: these runs were judged on different {key}; {remedy}")
-    limits = {settings["horizon_steps"] for settings in known.values() if "algorithm" in settings}
+    limits = {settings.get("horizon_steps") for settings in known.values() if "algorithm" in settings} - {None}
     if len(limits) > 1 and arguments.horizon_steps is None:
         raise InputError(
             f"--policies {', '.join(known)}: these runs were judged with different step limits, "

@@ -95,6 +95,16 @@ def disk_errors(remedy: str) -> Iterator[None]:
         raise InputError(f"the disk refuses ({error}); {remedy}") from error
 
 
+def ended_by(number: int) -> str:
+    """Words for a process that a signal ended.
+
+    >>> ended_by(signal.SIGKILL)
+    'was ended by SIGKILL, mostly for want of memory'
+    """
+    why = ", mostly for want of memory" if number == signal.SIGKILL else ""
+    return f"was ended by {signal.Signals(number).name}{why}"
+
+
 def _say_error(words: str) -> None:
     """On standard error. A process beside the main one waits until that one would have ended with the same error."""
     number = process_index()

@@ -33,7 +33,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import determine_local_world_size, parse_args, run
 
-from llm_policy.errors import EXIT_INPUT_ERROR, EXIT_INTERRUPTED, InputError, run_script
+from llm_policy.errors import EXIT_INPUT_ERROR, EXIT_INTERRUPTED, InputError, ended_by, run_script
 from llm_policy.hardware import granted_threads
 
 MEET_WITHIN_SECONDS = 110
@@ -61,10 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
-            name = signal.Signals(-failure.exitcode).name
-            why = "mostly for want of memory; " if name == "SIGKILL" else ""
             print(
-                f"error: process {rank} was ended by {name}, {why}--resume_from_checkpoint auto resumes the run",
+                f"error: process {rank} {ended_by(-failure.exitcode)}; --resume_from_checkpoint auto resumes the run",
                 file=sys.stderr,
             )
             return 128 - failure.exitcode

@@ -34,7 +34,7 @@ from llm_policy.startup import prepare
 prepare(__name__)
 
 from llm_policy.command_line import EXIT_CODES, parse_arguments, read_option, take_config
-from llm_policy.errors import EXIT_INPUT_ERROR, InputError, check_choices, run_script, writing
+from llm_policy.errors import EXIT_INPUT_ERROR, InputError, check_choices, ended_by, run_script, writing
 from llm_policy.reading import read_text
 from llm_policy.run_files import EVALUATION_FILE
 
@@ -292,9 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         output = ["--seed", str(seed), "--output_dir", str(run.relative_to(ROOT))]
         code = timed_run([sys.executable, arguments.script, *output, *flags], run)
         if code < 0:
-            name = signal.Signals(-code).name
-            why = "mostly for want of memory; " if name == "SIGKILL" else ""
-            print(f"error: seed {seed} was ended by {name}, {why}the same command resumes", file=sys.stderr)
+            print(f"error: seed {seed} {ended_by(-code)}; the same command resumes", file=sys.stderr)
             return 128 - code
         if code:
             return refused(target, is_new and number == 1, code)

@@ -296,6 +296,12 @@ def test_statistics_come_back():
     assert np.array_equal(first.normalize_reward(np.ones(2)), second.normalize_reward(np.ones(2)))
 
 
+def test_an_interval_of_few_episodes_is_wide():
+    """Student's t of four degrees of freedom is 2.776, where a normal distribution has 1.96."""
+    score = judge.EpisodeScore.of("a", [1.0, 2.0, 3.0, 4.0, 5.0])
+    assert score.interval == pytest.approx(2.776 * (2.5 / 5) ** 0.5, rel=1e-3)
+
+
 def test_judging_shows_how_far_it_is(model, monkeypatch):
     bars = []
 

@@ -42,7 +42,7 @@ PARSE, NO_FUNCTION, TIMEOUT, OUT_OF_MEMORY, RUNTIME, BAD_OUTPUT, CRASHED = ERROR
 )  # fmt: skip
 UNREADABLE = (TypeError, ValueError, OverflowError, RecursionError)  # a set of pictures, say, which no host can build
 FENCE = re.compile(r"```[a-zA-Z]*\n?")
-DEFINITION = re.compile(r"^\s*def ", re.MULTILINE)
+DEFINITION = re.compile(r"^[ \t]*def ", re.MULTILINE)
 FUNCTIONS = (Path(__file__).parent / "functions.py").read_text()
 
 
