@@ -1,4 +1,4 @@
-"""State -> chat messages. Every word that the model is told stands in this file.
+"""The lake's words: state -> chat messages. What the model is told of a lake stands in this file.
 
 The prompt names what the original left out: where the agent stands (rows and columns, not a colour code), how the ice
 behaves, what the letters mean and what an answer looks like.

@@ -44,7 +44,7 @@ from llm_policy.policy_search.judge import (
     verdict_of,
 )
 from llm_policy.policy_search.parameters import SearchProblem, search_problem
-from llm_policy.policy_search.progress import cost_of, cost_text, counted, progress_line
+from llm_policy.policy_search.progress import cost_of, cost_text, progress_line
 from llm_policy.policy_search.prompts import environment_description
 from llm_policy.policy_search.proposers import (
     NAMES_WITHOUT_MODEL,
@@ -252,7 +252,7 @@ def run_search(folder: Path, arguments: Arguments, config: str) -> None:
     # Searches without a model, with the same budget
     searches = {name: steps} | (search_without_model(problem, settings, name) if script.baselines else {})
 
-    # PolicyValue
+    # Judgement
     is_exact = environment.mdp is not None
     judged_by = "exactly" if is_exact else f"by {script.judge_episodes} fresh episodes"
     print(f"judging the policies {judged_by}", flush=True)

@@ -514,7 +514,7 @@ def test_a_run_is_not_resumed_with_another_expert_or_model(change, what, answeri
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"policies": [[1]], "format_validity": 1}'])
-@pytest.mark.parametrize("name", ["untrained.json", "warm_start/answers.json"])
+@pytest.mark.parametrize("name", [train_script.UNTRAINED_FILE, train_script.WARM_START_FILE])
 def test_answers_that_were_damaged_are_asked_for_again(name, text, never_interrupted, answering_llama, tmp_path):
     """They ended in a traceback after the training."""
     out, log = tmp_path / "out", tmp_path / "plain.log"

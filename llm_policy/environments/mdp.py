@@ -11,9 +11,9 @@ import numpy as np
 
 from llm_policy.errors import InputError
 
-# One chunk of maps holds about this many outcomes: its arrays then stay in a core's cache from sweep to sweep.
 MOST_STATES = 4096  # values without a limit come from a dense matrix of states x states
 LARGEST_REWARD = 1e100  # beyond it means and differences overflow
+# One chunk of maps holds about this many outcomes: its arrays then stay in a core's cache from sweep to sweep.
 CHUNK_OUTCOMES = 60_000
 FIRST_SWEEPS = 64
 # Rounding of probabilities such as 1/3 must not look like a chance that the episode ends.

@@ -135,7 +135,7 @@ class SearchComparison:
 
 
 def compare(searches: Mapping[str, Sequence[Step]], searched: str, judge: SearchJudge) -> SearchComparison:
-    """SearchJudge the search called `searched` beside all others of `searches` (name -> its steps)."""
+    """Judge the search called `searched` beside all others of `searches` (name -> its steps)."""
     row = row_of(searched, searches[searched], judge)
     spent = searches[searched][-1].episodes
     others = [row_of(name, steps, judge, spent) for name, steps in searches.items() if name != searched]
