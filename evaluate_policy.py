@@ -29,20 +29,29 @@ from llm_policy.adapters import quantization_of
 from llm_policy.chat import Reader, check_prompt
 from llm_policy.checkpoints import check_finished
 from llm_policy.command_line import parse_arguments
-from llm_policy.environments.judge import BASELINES, PICTURE_FILE, THOUGHTS_FILE, is_baseline
+from llm_policy.environments.judge import BASELINES, THOUGHTS_FILE, is_baseline
 from llm_policy.errors import InputError, check_alone, packages_of, run_script
-from llm_policy.grpo.lifecycle import WARM_START_FOLDER
+from llm_policy.grpo.stages import WARM_START_FOLDER
 from llm_policy.hardware import take_granted_threads
 from llm_policy.models import context_tokens, load_model, load_tokenizer
 from llm_policy.number_format import faster_format
 from llm_policy.policy_gradient.arguments import EXTRA
-from llm_policy.run_files import EVALUATION_FILE, TABLE_FILE, check_output_dir, only_process_in, run_settings
+from llm_policy.run_files import (
+    CONFIG_FILE,
+    EVALUATION_FILE,
+    PICTURE_FILE,
+    TABLE_FILE,
+    check_output_dir,
+    only_process_in,
+    run_settings,
+)
 from tasks import TASKS, Comparison, Judge, task_module
 
 # Stand above what run.json says
 OVERRIDES = ("map", "is_slippery", "observation", "thought", "horizon_steps", "test_dataset")
 # Each read by some of the tasks, whose JUDGE_OPTIONS name it
 CHOICES = (*OVERRIDES, "episodes", "max_completion_length")
+OF_LANGUAGE_MODELS = ("observation", "thought", "max_completion_length", "dtype")
 OWN_FILES = (EVALUATION_FILE, PICTURE_FILE, THOUGHTS_FILE, TABLE_FILE)
 # What all runs of one table must have in common, and the task that has it (None: all)
 SHARED = {"task": None, "maps": "frozen_lake", "is_slippery": "frozen_lake", "target": "drawing", "wanted": "drawing"}
@@ -86,6 +95,14 @@ class EvaluationArguments:
         },
     )
     output_dir: str | None = field(default=None, metadata={"help": "Where evaluation.json and policy.png go."})
+
+
+def settings_of(name: str) -> dict:
+    """What run.json says of a run, or of the run that a checkpoint belongs to; nothing where there is no run."""
+    folder = Path(name)
+    if settings := run_settings(folder):
+        return settings
+    return run_settings(folder.resolve().parent) if (folder / "adapter_config.json").exists() else {}
 
 
 def task_of(settings: dict) -> str:
@@ -172,8 +189,11 @@ def model_answers(name: str, settings: dict, arguments: EvaluationArguments, sha
         print(f"judging {name}", flush=True)
         return policy_gradient_judge().run_answers(Path(name), is_sampled=arguments.samples_per_state > 0)
     folder = Path(name).resolve().parent
-    if not settings and ((folder / WARM_START_FOLDER).is_dir() or run_settings(folder).get("on_adapter")):
+    is_run = (Path(name) / CONFIG_FILE).exists()
+    if not is_run and ((folder / WARM_START_FOLDER).is_dir() or run_settings(folder).get("on_adapter")):
         raise InputError(f"--policies {name}: trained on top of an adapter; judge the run's folder, {folder}")
+    if is_run and not (Path(name) / "adapter_config.json").exists():
+        raise InputError(f"--policies {name}: is not finished; --resume_from_checkpoint auto goes on with it")
     print(f"loading and judging {name}", flush=True)
     tokenizer = load_tokenizer(name)
     tokens = arguments.max_completion_length or settings.get("max_completion_length", 64)
@@ -228,6 +248,8 @@ def episodes_beside_each_other(arguments: EvaluationArguments, runs: dict[str, d
                 f"--{option} {getattr(arguments, option)}: runs of train_policy_gradient.py are judged in the "
                 "environment that they were trained in; leave it out"
             )
+    if arguments.episodes == 1:
+        raise InputError("--episodes 1: one episode has no interval; expected at least 2")
     asked = {"judge_episodes": arguments.episodes, "seed": arguments.seed}
     compared = policy_gradient_judge().compare_runs(
         [Path(name) for name in runs],
@@ -242,16 +264,22 @@ def judge_policies(arguments: EvaluationArguments) -> Comparison:
     set_seed(arguments.seed or 0)
     if threads := take_granted_threads():
         print(threads)
+    if twice := [name for i, name in enumerate(arguments.policies) if name in arguments.policies[:i]]:
+        raise InputError(f"--policies: {twice[0]} stands there twice; name each policy once")
     models = [name for name in arguments.policies if not is_baseline(name)]
     for name in models:
         check_finished(Path(name))
-    runs = {name: run_settings(name) for name in models}
+    runs = {name: settings_of(name) for name in models}
     if any(settings.get("algorithm") and "task" not in settings for settings in runs.values()):
         return episodes_beside_each_other(arguments, runs)
     shared = shared_settings(runs, arguments)
+    judge = judge_of(arguments, shared, None)
+    if all("algorithm" in settings for settings in runs.values()):
+        for option in OF_LANGUAGE_MODELS:
+            if (value := getattr(arguments, option)) is not None:
+                raise InputError(f"--{option} {value}: is for language models, and there is none here; leave it out")
 
     # Every policy answers
-    judge = judge_of(arguments, shared, None)
     answers_of: dict[str, dict] = {}
     for name in arguments.policies:
         if is_baseline(name):

@@ -67,7 +67,7 @@ from llm_policy.run_files import (
     write_run_files,
     write_whole,
 )
-from llm_policy.tables import show
+from llm_policy.tables import counted, show
 
 LOG_FILE, CURVE_FILE = "answers.jsonl", "curve.png"
 LARGEST_DESCRIPTION = 1_000_000  # bytes

@@ -18,35 +18,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from peft import PeftModel
 from transformers import set_seed
 from trl import ModelConfig
 
 from llm_policy import adapters, run_files
 from llm_policy.chat import Reader
-from llm_policy.checkpoints import check_finished, checkpoint_to_resume_from, remove_older, write_list
+from llm_policy.checkpoints import checkpoint_to_resume_from, remove_older, show_finished
 from llm_policy.command_line import parse_arguments
 from llm_policy.errors import InputError, check_alone, check_choices, disk_errors, run_script
-from llm_policy.grpo import lifecycle
+from llm_policy.grpo import lifecycle, stages
 from llm_policy.grpo.arguments import WarmStartArguments
-from llm_policy.grpo.warm_start import warm_started
 from llm_policy.hardware import device_text, take_granted_threads
 from llm_policy.hindsight import HindsightLearner, HindsightLog, HindsightSettings
-from llm_policy.models import context_tokens, load_model, load_tokenizer, model_checksum
+from llm_policy.models import context_tokens, load_tokenizer
 from llm_policy.number_format import number_format
 from llm_policy.tables import counted
 from tasks import Task, task_module
 
 CONFIG = run_files.ROOT / "configs" / "drawing_hindsight.yaml"
 TASK = "drawing"
-UNTRAINED_FILE, WARM_START_FILE = "untrained.json", "warm_start.json"
 STOP_CONDITIONS = ("best", "never")
 SHOWN_OTHERWISE = {"output_dir", "resume_from_checkpoint"}  # options that may differ when a run is called again
 LENGTH = {"epochs", "stop_when"}  # and these, as long as it has not ended
-FINISHED = (
-    run_files.CONFIG_FILE, run_files.RUN_FILE, run_files.METRICS_FILE, run_files.RESULT_FILE, run_files.EVALUATION_FILE,
-    "adapter_config.json", "adapter_model.safetensors",
-)  # fmt: skip
 
 
 @dataclass
@@ -113,8 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_files.check_same_run(folder, options.groups, SHOWN_OTHERWISE if has_ended else SHOWN_OTHERWISE | LENGTH)
     run_files.check_output_dir(folder, resumes=script.resume_from_checkpoint is not None)
     if has_ended:
-        check_finished(folder)
-        print(run_files.finished_text(folder), end="")
+        show_finished(folder)
         return 0
     with run_files.only_process_in(folder):
         return train(options)
@@ -124,6 +116,7 @@ def train(options: Options) -> int:
     """The whole job in `--output_dir`. Returns the exit code."""
     script, folder = options.script, options.output_dir
     resume = checkpoint_to_resume_from(folder, script.resume_from_checkpoint)
+    lifecycle.check_length("epochs", script.epochs, resume)
     stop = lifecycle.StopOnSignal(1)
 
     # What is drawn, by which model
@@ -133,64 +126,40 @@ def train(options: Options) -> int:
     model, lora, folders = adapters.model_to_train(options.model, device_of_this_machine())
     check_prompt(task, context_tokens(model))
     reader = Reader(tokenizer, script.max_completion_length)
-    made_from = {
-        "data": run_files.checksum([task.rows, task.judge.settings]),
-        "model": model_checksum(options.model.model_name_or_path, options.model.model_revision),
-    }
+    made_from = stages.made_from(task, options.model)
     stop.leave_if_received(f"before the first epoch: {lifecycle.RESUME} begins again")
     run_files.check_made_from(folder, made_from)
     write_run_files(options, task, made_from, on_adapter=bool(folders))
 
     # The untrained model, and the warm start, which teaches the drawing functions
-    stop.at_once = True
-    answers_of = {"untrained, greedy": lifecycle.kept_answers("untrained", model, task.judge, folder / UNTRAINED_FILE)}
-    stop.at_once = False
-    warm_start_folder = lifecycle.warm_start_folder(script, script.seed, folder)
-    model, warm_start = warm_started(
-        model, lora, reader, task.lessons, task.is_reply, script, script.seed, warm_start_folder,
-        stop.received_anywhere, resume is not None,
-        lifecycle.warm_start_checksum(script, options.model, made_from["model"], task.lessons),
+    begun = stages.beginning(
+        model, lora, folders, task, reader, script, script.seed, folder, stop, resume is not None,
+        stages.warm_start_checksum(script, options.model, made_from["model"], task.lessons),
     )  # fmt: skip
-    stop.leave_if_received(f"during the warm start: {lifecycle.RESUME} goes on with it")
-    if warm_start["steps"]:
-        folders += [] if isinstance(model, PeftModel) else [warm_start_folder]
-        stop.at_once = True
-        answers_of["warm start, greedy"] = lifecycle.kept_answers(
-            "warmed-up", model, task.judge, folder / WARM_START_FILE
-        )
-        stop.at_once = False
 
     # Hindsight replay on a fresh adapter
     set_seed(script.seed)
-    model = adapters.fresh(model, lora)
+    model = adapters.fresh(begun.model, lora)
     model.eval()
     prompt = task.rows[0]["prompt"]
     learner = HindsightLearner(model, reader, prompt, task.attempts, script)
-    stands_on = [folder / run_files.METRICS_FILE, folder / UNTRAINED_FILE, warm_start_folder]
-    replay(learner, task, script, folder, resume, stop, stands_on)
+    replay(learner, task, script, folder, resume, stop, stages.stands_on(script, script.seed, folder))
 
     # What was saved, judged beside the baselines
     stop.at_once = True
     learner.forget_merged_copy()
-    model.save_pretrained(folder / lifecycle.GRPO_FOLDER)
-    lifecycle.save_joined(model, [*folders, folder / lifecycle.GRPO_FOLDER], folder, options.model)
+    model.save_pretrained(folder / stages.GRPO_FOLDER)
+    stages.save_joined(model, [*begun.folders, folder / stages.GRPO_FOLDER], folder, options.model)
     tokenizer.save_pretrained(folder)
-    print("judging the trained model", flush=True)
-    trained = load_model(folder, device=device_of_this_machine(), **adapters.loading_options(options.model))
-    set_seed(script.seed)
-    answers_of["trained, greedy"] = task.judge.answers(trained)
-    if script.samples_per_state:
-        answers_of["trained, sampled"] = task.judge.answers(trained, script.samples_per_state)
+    answers_of = begun.answers | stages.judged_again(
+        task, folder, device_of_this_machine(), options.model, script.seed, script.samples_per_state
+    )
     comparison = task.judge.compare(answers_of)
     in_words = task.judge.judgement(answers_of["trained, greedy"]).verdict
     epochs = counted(learner.epoch, "epoch")
     learnt = "hindsight" if options.learner == "hindsight" else "nothing learnt,"
-    verdict = f"verdict: {in_words} (warm start {warm_start['steps']} steps, {learnt} {epochs})"
-    run_files.write_whole(folder / run_files.RESULT_FILE, f"{comparison.text}{verdict}\n")
-    comparison.save(folder)
-    files = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-    write_list(folder, [folder / name for name in FINISHED])
-    print(f"{verdict}\nsaved {folder}: {', '.join(files)}")
+    warm_start = f"warm start {begun.warm_start_steps} steps"
+    stages.finish(folder, comparison, f"verdict: {in_words} ({warm_start}, {learnt} {epochs})")
     return 0
 
 
@@ -242,16 +211,8 @@ def check_prompt(task: Task, most_tokens: int) -> None:
 
 
 def write_run_files(options: Options, task: Task, made_from: dict[str, str], on_adapter: bool) -> None:
-    settings = {
-        "task": TASK,
-        **task.judge.settings,
-        "learner": options.learner,
-        "max_completion_length": options.script.max_completion_length,
-        "dtype": adapters.loading_options(options.model)["dtype"],
-        **adapters.quantization(options.model),
-        "on_adapter": on_adapter,
-        "made_from": made_from,
-    }
+    length, learner = options.script.max_completion_length, {"learner": options.learner}
+    settings = stages.judge_settings(TASK, task.judge, options.model, length, on_adapter, made_from) | learner
     device = device_text(on_gpu=device_of_this_machine().type == "cuda")
     run_files.write_run_files(
         options.output_dir, options.groups, options.config, options.script.seed, settings, device, lifecycle.RESUME

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llm_policy import run_files
-from llm_policy.checkpoints import check_finished
+from llm_policy.checkpoints import show_finished
 from llm_policy.errors import check_alone, disk_errors, packages_of, run_script
 from llm_policy.policy_gradient.arguments import EXTRA, read_arguments
 
@@ -36,8 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_files.check_output_dir(folder, resumes=arguments.resume_from_checkpoint is not None)
     run_files.check_same_run(folder, [arguments], FREE_TO_CHANGE)
     if (folder / run_files.EVALUATION_FILE).exists():
-        check_finished(folder)
-        print(run_files.finished_text(folder), end="")
+        show_finished(folder)
         return 0
     with packages_of(EXTRA):
         run = importlib.import_module("llm_policy.policy_gradient.run")

@@ -29,17 +29,16 @@ from trl import GRPOConfig, ModelConfig
 
 from llm_policy import adapters, processes, run_files
 from llm_policy.chat import Reader, reply_token_ids
-from llm_policy.checkpoints import COMPLETE_MARK, check_finished, checkpoint_to_resume_from, supersede, write_list
+from llm_policy.checkpoints import COMPLETE_MARK, checkpoint_to_resume_from, show_finished, supersede
 from llm_policy.command_line import asks_for_help, parse_arguments, read_option
 from llm_policy.errors import EXIT_INPUT_ERROR, OPTION_ERRORS, InputError, disk_errors, library_errors, run_script
 from llm_policy.grpo import arguments as rules
-from llm_policy.grpo import lifecycle
+from llm_policy.grpo import lifecycle, stages
 from llm_policy.grpo.diagnostics import MetricsFile, PolicyDiagnostics
 from llm_policy.grpo.expected import SUPERVISED
 from llm_policy.grpo.trainer import PolicyTrainer
-from llm_policy.grpo.warm_start import warm_started
 from llm_policy.hardware import device_text, take_granted_threads
-from llm_policy.models import context_tokens, load_model, load_tokenizer, model_checksum
+from llm_policy.models import context_tokens, load_tokenizer
 from llm_policy.number_format import number_format
 from tasks import Judge, Task, task_module
 
@@ -48,11 +47,6 @@ CONFIGS = {  # task: on a GPU, without one
     "riddles": ("riddles_llama_8b", "riddles_laptop"),
     "piqa": ("piqa_llama_8b", "piqa_laptop"),
 }
-UNTRAINED_FILE, WARM_START_FILE = "untrained.json", "warm_start.json"
-FINISHED = (
-    run_files.CONFIG_FILE, run_files.RUN_FILE, run_files.METRICS_FILE, run_files.RESULT_FILE, run_files.EVALUATION_FILE,
-    "adapter_config.json", "adapter_model.safetensors",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -152,8 +146,7 @@ def is_finished(options: Options) -> bool:
         run_files.check_same_run(output_dir, options.groups, may_differ)
     run_files.check_output_dir(output_dir, resumes=training.resume_from_checkpoint is not None)
     if has_ended:
-        check_finished(output_dir)
-        print(run_files.finished_text(output_dir), end="")
+        show_finished(output_dir)
     return has_ended
 
 
@@ -163,6 +156,7 @@ def train(options: Options) -> int:
     resume = None
     if options.trains:
         resume = processes.from_main(lambda: checkpoint_to_resume_from(output_dir, training.resume_from_checkpoint))
+        lifecycle.check_length("max_steps", training.max_steps, resume)
         if processes.is_main():
             say_what_differs(output_dir, training)
     stop = lifecycle.StopOnSignal(lifecycle.steps_per_batch(training))
@@ -184,10 +178,7 @@ def train(options: Options) -> int:
         return 0 if is_clean else EXIT_INPUT_ERROR
 
     # A resumed run goes on with what it was begun with
-    made_from = {
-        "data": run_files.checksum([task.rows if task.source is None else task.source, task.judge.settings]),
-        "model": model_checksum(options.model.model_name_or_path, options.model.model_revision),
-    }
+    made_from = stages.made_from(task, options.model)
     processes.check_agreement(made_from)
 
     # From here on the run has files
@@ -202,35 +193,16 @@ def train(options: Options) -> int:
     if resume:
         processes.wait_for_files(resume)
 
-    # The untrained model, for comparison
-    stop.at_once = True
-    answers_of = {}
-    if not processes.in_pieces():
-        answers_of["untrained, greedy"] = lifecycle.kept_answers(
-            "untrained", model, task.judge, output_dir / UNTRAINED_FILE
-        )
-    stop.at_once = False
-
-    # Warm start: the form of an answer, and what it comes to alone
-    warm_start_folder = lifecycle.warm_start_folder(script, training.seed, output_dir)
+    # The untrained model, and the warm start: the form of an answer, and what it comes to alone
     reader = Reader(tokenizer, training.max_completion_length)
-    model, warm_start = warm_started(
-        model, lora, reader, task.lessons, task.is_reply, script, training.seed,
-        warm_start_folder, stop.received_anywhere, resume is not None,
-        lifecycle.warm_start_checksum(script, options.model, made_from["model"], task.lessons),
+    begun = stages.beginning(
+        model, lora, folders, task, reader, script, training.seed, output_dir, stop, resume is not None,
+        stages.warm_start_checksum(script, options.model, made_from["model"], task.lessons),
     )  # fmt: skip
-    stop.leave_if_received(f"during the warm start: {lifecycle.RESUME} goes on with it")
-    if warm_start["steps"]:
-        folders += [] if isinstance(model, PeftModel) else [warm_start_folder]  # else GRPO's own adapter continues it
-        stop.at_once = True
-        answers_of["warm start, greedy"] = lifecycle.kept_answers(
-            "warmed-up", model, task.judge, output_dir / WARM_START_FILE
-        )
-        stop.at_once = False
 
     # GRPO on a fresh adapter
     set_seed(training.seed)  # the same first adapter, whether the warm start was now or before a kill
-    model = adapters.fresh(model, lora)
+    model = adapters.fresh(begun.model, lora)
     trainer, reward_lines = policy_trainer(model, task, tokenizer, options)
     compare_with_stock(trainer, task, reader)
     judge = task.judge_between or task.judge
@@ -252,27 +224,18 @@ def train(options: Options) -> int:
     # What was saved, judged beside the baselines
     stop.at_once = is_saved
     print("saving the adapter", flush=True)
-    lifecycle.save_policy(trainer, folders, options.model)
+    stages.save_policy(trainer, begun.folders, options.model)
     if processes.in_pieces():
         print(f"saved {output_dir}; where the whole model fits: python evaluate_policy.py --policies {output_dir}")
         return 0
-    # What a user loads: PEFT loads an adapter in float32, in memory it has the model's dtype
-    print("judging the trained model", flush=True)
-    trained = load_model(output_dir, device=training.device, **adapters.loading_options(options.model))
-    set_seed(training.seed)  # the same samples, resumed or not
-    answers_of["trained, greedy"] = task.judge.answers(trained)
-    if script.samples_per_state:
-        answers_of["trained, sampled"] = task.judge.answers(trained, script.samples_per_state)
+    answers_of = begun.answers | stages.judged_again(
+        task, output_dir, training.device, options.model, training.seed, script.samples_per_state
+    )
     comparison = task.judge.compare(answers_of)
     in_words = diagnostics.with_collapse(task.judge.judgement(answers_of["trained, greedy"]), steps)
-    verdict = f"verdict: {in_words} (warm start {warm_start['steps']} steps, GRPO {steps})"
-    if not processes.is_main():
-        return 0
-    run_files.write_whole(output_dir / run_files.RESULT_FILE, f"{comparison.text}{verdict}\n")
-    comparison.save(output_dir)
-    files = sorted(path.name for path in output_dir.iterdir() if path.is_file() and not path.name.startswith("."))
-    write_list(output_dir, [output_dir / name for name in FINISHED])
-    print(f"{verdict}\nsaved {output_dir}: {', '.join(files)}")
+    if processes.is_main():
+        warm_start = f"warm start {begun.warm_start_steps} steps"
+        stages.finish(output_dir, comparison, f"verdict: {in_words} ({warm_start}, GRPO {steps})")
     return 0
 
 
@@ -308,15 +271,9 @@ def say_what_differs(output_dir: Path, training: GRPOConfig) -> None:
 def write_run_files(options: Options, judge: Judge, on_adapter: bool, made_from: dict[str, str]) -> None:
     """resolved_config.yaml and run.json, with all that evaluate_policy.py needs to judge the run again."""
     training = options.training
-    settings = {
-        "task": options.script.task,
-        **judge.settings,
-        "max_completion_length": training.max_completion_length,
-        "dtype": adapters.loading_options(options.model)["dtype"],
-        **adapters.quantization(options.model),
-        "on_adapter": on_adapter,
-        "made_from": made_from,
-    }
+    settings = stages.judge_settings(
+        options.script.task, judge, options.model, training.max_completion_length, on_adapter, made_from
+    )
     device = device_text(on_gpu=training.device.type == "cuda")
     run_files.write_run_files(
         options.output_dir,
@@ -355,10 +312,7 @@ def policy_trainer(
             form_coef=script.form_coef,
             thought_coef=script.thought_coef,
             action_baseline=script.action_baseline,
-            stands_on=[
-                *(options.output_dir / name for name in (run_files.METRICS_FILE, UNTRAINED_FILE)),
-                lifecycle.warm_start_folder(script, training.seed, options.output_dir),
-            ],
+            stands_on=stages.stands_on(script, training.seed, options.output_dir),
             guesses=task.guess and (lambda rows: [reply_token_ids(task.guess(row), tokenizer) for row in rows]),
         )
     for unwanted in (PrinterCallback, ProgressCallback):

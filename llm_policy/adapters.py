@@ -17,6 +17,7 @@ from trl import ModelConfig, get_peft_config, get_quantization_config
 
 from llm_policy import processes
 from llm_policy.errors import InputError, check_choices, library_errors
+from llm_policy.hardware import cuda_random_states, restore_cuda_random_states
 from llm_policy.models import load_model
 
 # Options that make an adapter which is no sum of matrix products: PEFT's LoraConfig -> TRL's ModelConfig (None: TRL has
@@ -167,3 +168,25 @@ def joined(base_model: PreTrainedModel, folders: Sequence[Path]) -> PeftModel:
     for name in names:
         model.delete_adapter(name)
     return model.eval()
+
+
+def learning_state(model: PeftModel, optimizer: torch.optim.Optimizer) -> dict:
+    """All that goes on learning as if it had not stopped: trained weights, optimiser, PyTorch's random numbers."""
+    weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    return {
+        "weights": weights,
+        "optimizer": optimizer.state_dict(),
+        "random": torch.get_rng_state(),
+        "random_cuda": cuda_random_states(),
+    }
+
+
+def restore_learning_state(state: dict, model: PeftModel, optimizer: torch.optim.Optimizer) -> None:
+    """The inverse of `learning_state`."""
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, values in state["weights"].items():
+            own[name].copy_(values)
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["random"])
+    restore_cuda_random_states(state["random_cuda"])

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from transformers.trainer import TRAINER_STATE_NAME
 
 from llm_policy.errors import WRITE_ERRORS, InputError, writing
-from llm_policy.run_files import EVALUATION_FILE, JUDGE_AGAIN, write_whole
+from llm_policy.run_files import EVALUATION_FILE, JUDGE_AGAIN, finished_text, write_whole
 
 COMPLETE_MARK = "COMPLETE"  # the list
 BEGUN_MARK = "COMPLETE.partial"  # until the list is written
@@ -63,6 +63,12 @@ def check_finished(output_dir: Path) -> None:
     is_listed = all((output_dir / name).exists() for name in (EVALUATION_FILE, COMPLETE_MARK))
     if is_listed and (wrong := damage(output_dir)):
         raise InputError(f"{wrong}; put the old file back, or {JUDGE_AGAIN}")
+
+
+def show_finished(output_dir: Path) -> None:
+    """Print the result of a finished run again; `InputError` where a file of it is gone or changed."""
+    check_finished(output_dir)
+    print(finished_text(output_dir), end="")
 
 
 def damage(folder: Path) -> str | None:

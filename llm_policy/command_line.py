@@ -110,6 +110,7 @@ def parse_arguments(
     if unknown:
         raise InputError(f"{config}: unknown options: {', '.join(unknown)}{suggestion(unknown[0], names)}; see --help")
     parser.set_defaults_with_config(**values)
+    check_lists(argv, groups)
     found, unknown = parser.parse_known_args(argv)
     if unknown:
         raise InputError(f"unknown arguments: {' '.join(unknown)}{suggestion(unknown[0], names)}; see --help")
@@ -126,6 +127,17 @@ def parse_arguments(
         check_mappings(vars(instance))
         expand_home(instance)
     return parsed, config
+
+
+def check_lists(argv: Sequence[str], groups: Sequence[type]) -> None:
+    """`InputError` for a list without a default that is given twice: argparse would drop the first one."""
+    flags = [argument.partition("=")[0].replace("-", "_") for argument in argv if argument.startswith("--")]
+    for group in groups:
+        hints = get_type_hints(group)
+        for field in fields(group):
+            is_needed = field.default is MISSING and field.default_factory is MISSING
+            if is_needed and get_origin(hints[field.name]) is list and flags.count(f"__{field.name}") > 1:
+                raise InputError(f"--{field.name}: is given twice; give it once, with all values behind it")
 
 
 # The YAML file ----------------------------------------------------------------------------------------------------

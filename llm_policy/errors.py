@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -50,7 +51,7 @@ def check_choices(arguments: object, choices: Mapping[str, Collection[str]]) -> 
             raise InputError(f"--{name} {getattr(arguments, name)!r}: expected one of {', '.join(allowed)}")
 
 
-def disk_refuses(error: Exception) -> bool:
+def disk_refuses(error: BaseException | None) -> bool:
     """Whether a library's error means a full or read-only disk."""
     return any(words in str(error) for words in DISK_WORDS)
 
@@ -86,13 +87,20 @@ def packages_of(extra: str) -> Iterator[None]:
 
 @contextmanager
 def disk_errors(remedy: str) -> Iterator[None]:
-    """Around a whole run: one line for a disk that refuses, whatever was being written; all other errors pass."""
+    """Around a whole run: one line for a disk that refuses, whatever was being written; all other errors pass.
+
+    TensorBoard writes in a thread of its own, whose traceback would stand before that line.
+    """
+    usual = threading.excepthook
+    threading.excepthook = lambda failed: None if disk_refuses(failed.exc_value) else usual(failed)
     try:
         yield
     except WRITE_ERRORS as error:
         if not disk_refuses(error):
             raise
         raise InputError(f"the disk refuses ({error}); {remedy}") from error
+    finally:
+        threading.excepthook = usual
 
 
 def ended_by(number: int) -> str:

@@ -17,12 +17,12 @@ from peft import PeftModel
 from torch.utils.tensorboard import SummaryWriter
 from trl.trainer.utils import add_fused_lm_head
 
+from llm_policy.adapters import learning_state, restore_learning_state
 from llm_policy.chat import Messages, Reader, sampling_config
 from llm_policy.checkpoints import written_whole
 from llm_policy.errors import InputError
 from llm_policy.grpo.trainer import MergedCopy
 from llm_policy.grpo.warm_start import reply_loss
-from llm_policy.hardware import cuda_random_states, restore_cuda_random_states
 from llm_policy.models import not_finite
 from llm_policy.run_files import METRICS_FILE, cut_back
 from llm_policy.sampling import sample_completions
@@ -146,12 +146,8 @@ class HindsightLearner:
 
     def save(self, folder: Path, stands_on: Sequence[Path], seconds: float) -> None:
         """All that a resumed run needs; with the random numbers it samples what it would have sampled."""
-        weights = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         state = {
-            "weights": {name: p.detach().clone() for name, p in weights.items()},
-            "optimizer": self.optimizer.state_dict(),
-            "random": torch.get_rng_state(),
-            "random_cuda": cuda_random_states(),
+            **learning_state(self.model, self.optimizer),
             "seen": sorted(self.seen),
             "epoch": self.epoch,
             "best": self.best,
@@ -167,13 +163,7 @@ class HindsightLearner:
             state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, ValueError, EOFError) as error:
             raise InputError(f"{folder / STATE_FILE}: cannot be read ({error!s:.200}); train again") from error
-        own = dict(self.model.named_parameters())
-        with torch.no_grad():
-            for name, values in state["weights"].items():
-                own[name].copy_(values)
-        self.optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["random"])
-        restore_cuda_random_states(state["random_cuda"])
+        restore_learning_state(state, self.model, self.optimizer)
         self.seen, self.epoch, self.generations = set(state["seen"]), state["epoch"], state["generations"]
         self.best = state["best"]
         return state["seconds"]

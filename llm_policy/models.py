@@ -197,6 +197,8 @@ def locate(name_or_path: str | Path, revision: str = "main") -> tuple[str | Path
     A hub id is asked for once, with a time limit that `from_pretrained` lacks; a hub out of reach leaves its cache.
     Raises `InputError` for whatever is not there.
     """
+    if not name_or_path:  # left empty in a YAML file
+        raise InputError("--model_name_or_path: names no model; expected a hub id, a folder or a GGUF file")
     check_texts({"model_name_or_path": str(name_or_path)})  # an adapter's base comes from a file
     path = Path(os.path.expanduser(name_or_path))
     if not path.exists() and path.parts[-3:] == EMBEDDED_MODEL.parts[-3:]:

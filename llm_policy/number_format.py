@@ -6,7 +6,7 @@ Axes: R rows, I inputs, O outputs.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -19,27 +19,35 @@ from llm_policy.run_files import CONFIG_FILE
 
 FORMATS = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 ROWS, INPUTS, OUTPUTS = 32, 576, 1536  # a layer of the embedded model
-SECONDS_PER_FORMAT = 0.05
+SECONDS = 0.1  # of measuring
 DEFAULT = "float32"  # of TRL, which a resolved configuration leaves out
 SLOW = 1.5  # so many times slower than the other format is worth a line
 CLEAR = 1.25  # float32 has to be so many times as fast to be taken, so that equal times always give bfloat16
 
 
 @cache
-def product_seconds(dtype: str) -> float:
-    """Seconds of one small product, forward and backward, on one CPU thread: the best within a twentieth second.
+def product_seconds() -> dict[str, float]:
+    """Format -> seconds of one small product, forward and backward, on one CPU thread: the best within a tenth second.
 
-    One thread, because several wait for each other where other programs run, and then both formats look alike.
+    One thread, because several wait for each other where other programs run, and then both formats look alike. By
+    turns, because what another program takes in between would else be one format's loss.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _best_seconds(FORMATS[dtype])
+        products = {name: _product(dtype) for name, dtype in FORMATS.items()}
+        for product in products.values():  # the first one sets up the library
+            product()
+        best = {name: product() for name, product in products.items()}
+        began = time.perf_counter()
+        while time.perf_counter() - began < SECONDS:
+            best = {name: min(best[name], product()) for name, product in products.items()}
+        return best
     finally:
         torch.set_num_threads(threads)
 
 
-def _best_seconds(dtype: torch.dtype) -> float:
+def _product(dtype: torch.dtype) -> Callable[[], float]:
     generator = torch.Generator().manual_seed(0)
     inputs_RI = torch.randn(ROWS, INPUTS, generator=generator).to(dtype)
     weights_OI = torch.randn(OUTPUTS, INPUTS, generator=generator).to(dtype)
@@ -50,11 +58,7 @@ def _best_seconds(dtype: torch.dtype) -> float:
         torch.autograd.grad(linear(inputs_RI, weights_OI).sum(), weights_OI)
         return time.perf_counter() - started
 
-    product()  # the first one sets up the library
-    began, best = time.perf_counter(), product()
-    while time.perf_counter() - began < SECONDS_PER_FORMAT:
-        best = min(best, product())
-    return best
+    return product
 
 
 def faster_format(on_gpu: bool) -> tuple[str, str]:
@@ -62,7 +66,7 @@ def faster_format(on_gpu: bool) -> tuple[str, str]:
     if on_gpu:
         dtype = "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
         return dtype, f"number format: {dtype}, by what the GPU has instructions for"
-    bfloat16, float32 = (product_seconds(dtype) for dtype in ("bfloat16", "float32"))
+    bfloat16, float32 = (product_seconds()[dtype] for dtype in ("bfloat16", "float32"))
     dtype, times = ("float32", bfloat16 / float32) if bfloat16 > CLEAR * float32 else ("bfloat16", float32 / bfloat16)
     other = "float32" if dtype == "bfloat16" else "bfloat16"
     if times < 1:
@@ -78,7 +82,7 @@ def cost_of(dtype: str, on_gpu: bool) -> str | None:
     if on_gpu or dtype not in FORMATS:
         return None
     other = "float32" if dtype == "bfloat16" else "bfloat16"
-    times = product_seconds(dtype) / product_seconds(other)
+    times = product_seconds()[dtype] / product_seconds()[other]
     if times < SLOW:
         return None
     slower = f"{times:.0f} times as slow as {other} on this processor (measured)"

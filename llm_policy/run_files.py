@@ -15,24 +15,30 @@ from datetime import date
 from enum import Enum
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 from filelock import FileLock, Timeout
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from llm_policy.errors import InputError, writing
 from llm_policy.reading import read_text, read_yaml
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG_FILE, RUN_FILE, METRICS_FILE = "resolved_config.yaml", "run.json", "metrics.jsonl"
 EVALUATION_FILE, RESULT_FILE, TABLE_FILE = "evaluation.json", "result.txt", "evaluation.md"
+PICTURE_FILE = "policy.png"
 OUR_FOLDERS = re.compile(r"checkpoint-\d+|grpo|warm_start|runs")
 OUR_SUFFIXES = {".json", ".jsonl", ".txt", ".md", ".png", ".yaml", ".safetensors", ".jinja", ".partial"}
 LARGEST_JSON = 100_000_000  # bytes
 HANDED_OVER = {"untrained.json", "minutes.txt"}  # by results/run.py, before a run has files of its own
 DERIVED = {"generation_batch_size"}  # fields that a dataclass computes from others and does not take back
 JUDGE_AGAIN = f"delete {EVALUATION_FILE} there to judge it again"
-OTHER_RUN = "name another folder, or delete the file and train again"
+OTHER_RUN = "put the old file back, or name another folder"
+DECISIVE = ("task", "env_id", "algorithm", "actor")  # options on which other defaults hang
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "gymnasium", "numpy", "pandas")
 
 
@@ -130,6 +136,15 @@ def check_output_dir(output_dir: Path, resumes: bool, own: Collection[str] = ())
             raise InputError(f"--output_dir {output_dir}: {path.name} is not {expected}; delete it or move it away")
 
 
+def save_judgement(folder: Path, evaluation: str, picture: "Figure | None" = None) -> None:
+    """A judgement's picture and, last because it marks a finished run, evaluation.json."""
+    with writing(f"--output_dir {folder}", "make room, or name another folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+        if picture is not None:
+            picture.savefig(folder / PICTURE_FILE, dpi=120)
+        write_whole(folder / EVALUATION_FILE, evaluation)
+
+
 def finished_text(output_dir: Path) -> str:
     """What a finished run printed at its end; `InputError` where that is gone."""
     try:
@@ -147,12 +162,17 @@ def check_same_run(output_dir: Path, groups: Sequence, may_differ: Collection[st
         if (output_dir / RUN_FILE).exists() or any(output_dir.glob("checkpoint-*")):
             raise InputError(f"{file}: is gone, so that the run there cannot be resumed; choose another folder")
         return
+    if any(output_dir.glob("checkpoint-*")) and not (output_dir / RUN_FILE).exists():
+        raise InputError(f"{output_dir / RUN_FILE}: is gone, and it says what the run was made from; {OTHER_RUN}")
     try:
-        begun = TypeAdapter(dict[str, object]).validate_python(read_yaml(file))
+        begun = read_yaml(file)
+        if not isinstance(begun, dict) or not all(isinstance(name, str) for name in begun):
+            raise ValueError("expected a mapping, `option: value` in each line")
     except (OSError, ValueError) as error:
         raise InputError(f"{file}: cannot be read ({' '.join(str(error).split())}); choose another folder") from error
     now = resolved_config(*groups)  # both without what has its default
-    for name in sorted({*begun, *now} - set(may_differ)):
+    names = {*begun, *now} - set(may_differ)
+    for name in sorted(names, key=lambda name: (name not in DECISIVE, name)):
         if begun.get(name) != now.get(name):
             raise InputError(
                 f"--{name} {now.get(name, '(its default)')}: {output_dir} was begun with "
@@ -266,7 +286,7 @@ def run_settings(name: str | Path) -> dict:
     path = Path(name) / RUN_FILE
     if not path.exists():
         if (Path(name) / EVALUATION_FILE).exists() and (Path(name) / CONFIG_FILE).exists():
-            raise InputError(f"{path}: is gone, and it says what the run is judged on; put it back, or {OTHER_RUN}")
+            raise InputError(f"{path}: is gone, and it says what the run is judged on; {OTHER_RUN}")
         return {}
     try:
         found = json.loads(read_text(path, most=LARGEST_JSON))

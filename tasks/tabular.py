@@ -6,6 +6,7 @@ A task of its own adds the words (`Words`) and its options; see frozen_lake.py a
 """
 
 import random
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -521,7 +522,11 @@ def exact_expert(environment: TableEnvironment) -> pd.DataFrame:
 
 def read_expert(arguments: ExpertArguments, kind: type, **options) -> pd.DataFrame:
     """The expert's table, and a line that says what is in it."""
-    expert = read_expert_csv(arguments.expert_csv, kind, **options)
+    with warnings.catch_warnings(record=True) as remarks:
+        warnings.simplefilter("always")
+        expert = read_expert_csv(arguments.expert_csv, kind, **options)
+    for remark in remarks:
+        print(f"warning: {remark.message}", flush=True)
     maps = expert["environment"].nunique()
     rows, of_maps = expert["count"].sum(), f", {maps} map{'s' * (maps > 1)}"
     print(f"{arguments.expert_csv}: {rows} rows, {len(expert)} states{of_maps}", flush=True)

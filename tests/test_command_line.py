@@ -165,6 +165,12 @@ def test_trl_arguments_are_read_as_by_trl_itself(config):
         parse("--config", config("max_steps: [4]\n"), groups=groups)
 
 
+def test_what_must_be_named_is_named_once():
+    """The first values were dropped."""
+    with pytest.raises(InputError, match=r"^--policies: is given twice; give it once, with all values behind it$"):
+        parse("--policies", "a", "--policies=b", groups=(Required,))
+
+
 # Bad input --------------------------------------------------------------------------------------------------------
 
 BAD_FLAGS = [

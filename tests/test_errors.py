@@ -107,6 +107,28 @@ def test_a_signal_while_a_script_is_at_work(number):
     assert child.returncode == 75
 
 
+FAILS_IN_A_THREAD = """
+import threading
+from llm_policy.errors import disk_errors
+
+def fail(words):
+    raise OSError(words)
+
+with disk_errors("free space"):
+    for words in ("No space left on device", "something else"):
+        thread = threading.Thread(target=fail, args=(words,))
+        thread.start()
+        thread.join()
+"""
+
+
+def test_a_thread_that_meets_a_full_disk_leaves_the_word_to_the_main_one():
+    """TensorBoard's writer put its traceback before the line."""
+    found = subprocess.run([sys.executable, "-c", FAILS_IN_A_THREAD], cwd=ROOT, capture_output=True, text=True)
+    assert "No space left" not in found.stderr
+    assert found.stderr.splitlines()[-1] == "OSError: something else"
+
+
 @pytest.mark.parametrize("output", ["closed", "/dev/full"])
 def test_output_that_takes_no_more(output):
     """As under `| head` and on a full disk."""

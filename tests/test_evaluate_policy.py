@@ -198,6 +198,13 @@ BAD_INPUT = [
     (["--policies", "random", "--test_dataset", "x.jsonl"], "--test_dataset x.jsonl: the task frozen_lake has no such"),
     (["--policies", "random", "--task", "riddles", "--horizon_steps", "7"], "--horizon_steps 7: the task riddles has"),
     (["--policies", "random", "--task", "arc", "--observation", "cells"], "--observation cells: the task arc has no"),
+    (
+        ["--policies", "random", "--observation", "grid"],
+        "--observation grid: is for language models, and there is none",
+    ),
+    (["--policies", "random", "--dtype", "float16"], "--dtype float16: is for language models, and there is none here"),
+    (["--policies", "random", "expert", "random"], "--policies: random stands there twice; name each policy once"),
+    (["--policies", "{tmp}/begun"], "{tmp}/begun: is not finished; --resume_from_checkpoint auto goes on with it"),
     (["--policies", "{tmp}/nowhere"], "{tmp}/nowhere: no such folder"),
     (["--policies", "{tmp}/empty"], "{tmp}/empty: is an empty folder"),
     (["--policies", "{tmp}/run"], "{tmp}/run/run.json: is no JSON"),

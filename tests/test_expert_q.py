@@ -237,6 +237,7 @@ def test_no_file_of_others_stands_in_the_way(tmp_path):
         ["--map", "8x8", "--random_maps", "5"],
         ["--random_maps", "3", "--env_id", "Taxi-v4"],
         ["--is_slippery", "false", "--env_id", "CliffWalking-v1"],
+        ["--is_slippery", "true", "--env_id", "CliffWalking-v1"],
     ],
 )
 def test_bad_options(tmp_path, flags):
@@ -446,6 +447,21 @@ def test_one_warning_for_actions_that_are_not_best(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         read_expert_csv(COMMITTED)
+
+
+def test_one_warning_for_rows_that_disagree_on_the_best_action(tmp_path):
+    """They were averaged without a word."""
+    state = GOOD_ROW.partition(",")[0]
+    surer, other = f"{state},0,0.9,0.3,0.2,0.1", f"{state},1,0.1,0.9,0.2,0.1"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_expert_csv(write(tmp_path, HEADER, GOOD_ROW, surer))
+    path = write(tmp_path, HEADER, GOOD_ROW, surer, other)
+    with pytest.warns(UserWarning, match="disagree") as caught:
+        read_expert_csv(path)
+    (message,) = [str(warning.message) for warning in caught]
+    assert message.startswith(f"{path}: rows disagree on the best action of 1 of 1 states, and the mean of their Q")
+    assert message.endswith("first in lines 2 (LEFT) and 4 (DOWN)")
 
 
 def test_large_file(tmp_path):

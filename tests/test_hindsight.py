@@ -274,7 +274,7 @@ def test_a_run_that_was_solved_and_then_killed_is_only_judged(answering_llama, t
     monkeypatch.setattr(drawing_task, "make_task", lambda *given: replace(make_task(*given), attempts=attempts))
     argv = arguments_of(answering_llama, tmp_path / "shared", tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(train_hindsight, "load_model", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(train_hindsight.stages, "judged_again", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             train_hindsight.main(argv)
     assert train_hindsight.main([*argv, "--resume_from_checkpoint", "auto"]) == 0

@@ -474,6 +474,13 @@ def test_name_that_is_no_model(name, message):
         load_model(name)
 
 
+@pytest.mark.parametrize("name", [None, ""])
+def test_no_name(name):
+    """As `model_name_or_path:` with nothing behind it in a YAML file: it was a traceback."""
+    with pytest.raises(InputError, match=r"^--model_name_or_path: names no model; expected a hub id, a folder"):
+        load_model(name)
+
+
 def test_gguf_file_of_four_bytes(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     for load in (load_model, load_tokenizer):

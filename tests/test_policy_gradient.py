@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 
 import gymnasium
@@ -461,12 +462,24 @@ def test_judging_a_trained_run_again_is_no_training(model, tmp_path):
     assert (resumed.steps_left, resumed.seconds) == (0, resumed.seconds_before)
 
 
-def test_a_run_without_its_policy_is_not_finished(model, tmp_path):
-    assert main(small(model, tmp_path)) == 0
+@pytest.fixture(scope="module")
+def finished_once(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished") / "out"
+    assert main(small(model, folder)) == 0
+    return folder
+
+
+@pytest.fixture
+def finished(finished_once, tmp_path):
+    """A finished run, to be damaged."""
+    return shutil.copytree(finished_once, tmp_path / "out")
+
+
+def test_a_run_without_its_policy_is_not_finished(finished):
     for name in ("policy.safetensors", "evaluation.json"):
-        (tmp_path / name).unlink()
+        (finished / name).unlink()
     with pytest.raises(InputError, match=r": is not finished; --resume_from_checkpoint auto goes on with it"):
-        load_run(tmp_path)
+        load_run(finished)
 
 
 def test_max_episodes_ends_the_training(model, tmp_path, capfd):
@@ -602,6 +615,10 @@ def test_a_run_stands_beside_others(model, tmp_path, capfd):
     assert [row["policy"] for row in rows[2:]] == [f"{first}, greedy", f"{second}, greedy"]
     assert {row["episodes"] for row in rows} == {4}
     assert "CartPole-v1, seed 9" in capfd.readouterr().out
+    with pytest.raises(InputError, match=r"--observation grid: is for language models, and there is none here"):
+        evaluate_policy.main(["--policies", str(lake), "--observation", "grid"])
+    with pytest.raises(InputError, match=r"--episodes 1: one episode has no interval; expected at least 2"):
+        evaluate_policy.main(["--policies", str(first), "--episodes", "1"])
     with pytest.raises(InputError, match=r"--horizon_steps 50: runs of train_policy_gradient.py are judged in the env"):
         evaluate_policy.main(["--policies", str(first), "--horizon_steps", "50"])
     with pytest.raises(InputError, match=r"--policies expert: the other runs are judged by episodes"):
@@ -660,33 +677,28 @@ def test_a_state_that_is_longer_than_the_model_reads(model, tmp_path):
 
 @pytest.mark.parametrize("file", ["policy.safetensors", "normalizer.json"])
 @pytest.mark.parametrize("harm", ["gone", "cut"])
-def test_a_damaged_run_is_not_judged(model, tmp_path, file, harm):
-    out = tmp_path / "out"
-    assert main(small(model, out)) == 0
+def test_a_damaged_run_is_not_judged(finished, file, harm):
     if harm == "gone":
-        (out / file).unlink()
+        (finished / file).unlink()
     else:
-        (out / file).write_bytes((out / file).read_bytes()[:20])
+        (finished / file).write_bytes((finished / file).read_bytes()[:20])
     with pytest.raises(InputError, match=rf"{file}: cannot be"):
-        load_run(out)
+        load_run(finished)
 
 
-def test_another_policys_file_is_refused(model, tmp_path):
-    out, other = tmp_path / "out", tmp_path / "other"
-    assert main(small(model, out)) == 0
+def test_another_policys_file_is_refused(model, finished, tmp_path):
+    other = tmp_path / "other"
     assert main(small(model, other, "--hidden_sizes", "8", "8")) == 0
-    (out / "policy.safetensors").write_bytes((other / "policy.safetensors").read_bytes())
+    (finished / "policy.safetensors").write_bytes((other / "policy.safetensors").read_bytes())
     with pytest.raises(InputError, match=r"policy\.safetensors: cannot be loaded .*size mismatch"):
-        load_run(out)
+        load_run(finished)
 
 
-def test_a_folder_with_another_run_is_left_alone(model, tmp_path):
-    out = tmp_path / "out"
-    assert main(small(model, out)) == 0
+def test_a_folder_with_another_run_is_left_alone(model, finished):
     with pytest.raises(InputError, match=r"holds another run"):
-        main(small(model, out, "--seed", 5))
+        main(small(model, finished, "--seed", 5))
     with pytest.raises(InputError, match=r"--seed 5: .* was begun with the default"):
-        main(small(model, out, "--seed", 5, "--resume_from_checkpoint", "auto"))
+        main(small(model, finished, "--seed", 5, "--resume_from_checkpoint", "auto"))
 
 
 # Configurations --------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from trl import GRPOConfig, ModelConfig
 import train_script
 from llm_policy import launch, processes
 from llm_policy.errors import EXIT_INPUT_ERROR, EXIT_INTERRUPTED, InputError
-from llm_policy.grpo import lifecycle
+from llm_policy.grpo import lifecycle, stages
 from llm_policy.grpo.arguments import ScriptArguments, check_processes
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.run_files import ROOT
@@ -224,7 +224,7 @@ def test_processes_that_were_started_differently_are_refused(what, answering_lla
         if what == "code":
             train_script.run_files.source_facts = lambda: {"code": "other"}
         elif what == "data":
-            train_script.model_checksum = lambda *_: f"other {next(number)}"
+            stages.model_checksum = lambda *_: f"other {next(number)}"
 
     def main() -> int:
         more = ("--seed", os.environ["RANK"]) if what == "options" else ()

@@ -154,14 +154,14 @@ def test_bad_data_is_one_line(case, tmp_path):
 
 @pytest.mark.parametrize("name", ["none.jsonl", "/dev/zero.csv"])
 def test_a_file_that_is_not_there(name, tmp_path):
-    with pytest.raises(InputError, match=f"^--dataset {name}: no such file"):
+    with pytest.raises(InputError, match=f"^dataset {name}: no such file"):
         read_questions(name, tmp_path, riddle, 0)
 
 
 def test_what_no_hub_gives(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=r"^--dataset owner/none: neither a .jsonl or .csv file nor a dataset that"):
+    with pytest.raises(InputError, match=r"^dataset owner/none: neither a .jsonl or .csv file nor a dataset that"):
         read_questions("owner/none", tmp_path, riddle, 0)
 
 

@@ -325,7 +325,13 @@ def test_policy_gradient_section(results):
         for seed in seeds:
             seed["policies"]["untrained, greedy"] = policy("untrained, greedy", 0.0, 0)
     found = {"policy": "ours", "value": 55.0, "episodes": 1200}
-    search = {"env_id": "CartPole-v1", "horizon_steps": 500, "searched": "ours", "policies": [found], "minutes": 2.0}
+    search = {
+        "env_id": "CartPole-v1",
+        "horizon_steps": 500,
+        "searched": "ours",
+        "policies": {"ours": found},
+        "minutes": 2.0,
+    }
     search["made"] = trained["natural_slippery"][0]["made"]
     section = policy_gradient.policy_gradient_section(policy_gradient.policy_gradients(), trained, {"search": [search]})
     rows = [cells(row) for row in section.splitlines()[2:]]
@@ -655,6 +661,25 @@ def test_a_damaged_file_is_named(results):
     (results / "canonical/dry/seed-1/evaluation.json").write_text('{"policies": [')
     with pytest.raises(InputError, match=r"^results/canonical/dry/seed-1/evaluation\.json: cannot be read as JSON"):
         lakes.training_results()
+
+
+@pytest.mark.parametrize(("line", "words"), [("{", "is no JSON"), ('{"step": "x"}', "step 'x': Input should be")])
+def test_a_damaged_line_has_its_number(line, words, results):
+    file = results / "canonical/dry/seed-1/metrics.jsonl"
+    file.write_text(f"{file.read_text().splitlines()[0]}\n{line}\n")
+    with pytest.raises(InputError, match=rf"^results/canonical/dry/seed-1/metrics\.jsonl: line 2: {words}"):
+        lakes.training_results()
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "minutes.txt"])
+def test_a_seed_without_one_of_its_files_is_named(name, results):
+    """It was left out of the tables without a word."""
+    seed = results / "canonical/dry/seed-1"
+    (seed / name).unlink()
+    with pytest.raises(InputError, match=rf"^results/canonical/dry/seed-1/{name}: is gone; put it back, or delete"):
+        lakes.training_results()
+    (seed / "evaluation.json").unlink()
+    assert "dry" not in lakes.training_results(), "not finished yet"
 
 
 DAMAGE = ["", "{}", "[]", "null", "3", '{"a": ', '[{"step": 1}]', "\x00"]

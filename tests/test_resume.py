@@ -32,7 +32,9 @@ import llm_policy.grpo.warm_start
 import tasks.tabular
 import train_script
 from llm_policy.checkpoints import check_finished, checkpoint_to_resume_from, latest_checkpoint
+from llm_policy.environments import expert_q
 from llm_policy.errors import DISK_WORDS, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, InputError
+from llm_policy.grpo import stages
 from llm_policy.grpo.diagnostics import MetricsFile
 from llm_policy.run_files import ROOT
 from tasks.tabular import TableJudge
@@ -513,8 +515,36 @@ def test_a_run_is_not_resumed_with_another_expert_or_model(change, what, answeri
     assert f"error: --output_dir {out}: the {what} changed since the run was begun; put the old" in log.read_text()
 
 
+def test_a_run_does_not_end_before_the_checkpoint_that_it_resumes_from(killed, tmp_path):
+    """It did, and its configuration then named fewer steps than it had taken."""
+    out, log = tmp_path / "out", tmp_path / "plain.log"
+    shutil.copytree(killed[0], out)
+    step = int(latest_checkpoint(out).name.removeprefix("checkpoint-"))
+    before = (out / "resolved_config.yaml").read_text()
+    more = ["--output_dir", str(out), "--resume_from_checkpoint", "auto", "--max_steps", str(step - 1)]
+    assert run([*killed[1], *more], log) == EXIT_INPUT_ERROR
+    assert f"has taken {step} already; give at least that" in log.read_text()
+    assert (out / "resolved_config.yaml").read_text() == before
+
+
+def test_a_checkpoint_is_judged_on_its_runs_lake(answering_llama, tmp_path, capfd):
+    """It was judged on the slippery canonical one."""
+    (tmp_path / "map.txt").write_text("SFG\n")
+    out, csv = tmp_path / "out", tmp_path / "lake.csv"
+    made = ["--map", str(tmp_path / "map.txt"), "--is_slippery", "false", "--rows", "states", "--output", str(csv)]
+    expert_q.main(made)
+    flags = ["--expert_csv", csv, "--is_slippery", "false", "--warm_start", "never", *NO_PICTURES]
+    assert train_script.main(small_run(answering_llama, out, *flags)) == 0
+    capfd.readouterr()
+    policies = [str(out / "checkpoint-1"), str(out)]
+    assert evaluate_policy.main(["--policies", *policies, "--samples_per_state", "0", "--episodes", "2"]) == 0
+    printed = capfd.readouterr().out
+    assert "FrozenLake-v1 SFG, not slippery" in printed
+    assert all(f"{policy}, greedy" in "".join(printed.split("\n")) or policy[-12:] in printed for policy in policies)
+
+
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"policies": [[1]], "format_validity": 1}'])
-@pytest.mark.parametrize("name", [train_script.UNTRAINED_FILE, train_script.WARM_START_FILE])
+@pytest.mark.parametrize("name", [stages.UNTRAINED_FILE, stages.WARM_START_FILE])
 def test_answers_that_were_damaged_are_asked_for_again(name, text, never_interrupted, answering_llama, tmp_path):
     """They ended in a traceback after the training."""
     out, log = tmp_path / "out", tmp_path / "plain.log"
@@ -526,7 +556,7 @@ def test_answers_that_were_damaged_are_asked_for_again(name, text, never_interru
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-@pytest.mark.parametrize("name", train_script.FINISHED)
+@pytest.mark.parametrize("name", stages.FINISHED)
 def test_a_finished_run_that_was_damaged_is_one_line(name, how, never_interrupted, tmp_path):
     """It was shown, and judged, as if nothing were wrong."""
     out = shutil.copytree(never_interrupted("plain"), tmp_path / "out")

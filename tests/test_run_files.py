@@ -156,7 +156,7 @@ def test_settings_of_what_is_no_run(tmp_path):
     assert run_settings(tmp_path) == {}
     assert run_settings("google/gemma-2b-it") == {}
     (tmp_path / RUN_FILE).write_text(json.dumps({"seed": 1})[:-1])
-    with pytest.raises(InputError, match=f"^{tmp_path / RUN_FILE}: is no JSON .*; name another folder, or delete"):
+    with pytest.raises(InputError, match=f"^{tmp_path / RUN_FILE}: is no JSON .*; put the old file back"):
         run_settings(tmp_path)
 
 
@@ -168,8 +168,32 @@ def test_a_run_whose_run_file_is_gone_or_a_pipe_is_one_line(tmp_path):
     with pytest.raises(InputError, match=f"^{tmp_path / RUN_FILE}: is gone, and it says what the run is judged on"):
         run_settings(tmp_path)
     os.mkfifo(tmp_path / RUN_FILE)
-    with pytest.raises(InputError, match=f"^{tmp_path / RUN_FILE}: is no JSON .is no regular file.; name another"):
+    with pytest.raises(InputError, match=f"^{tmp_path / RUN_FILE}: is no JSON .is no regular file.; put the old"):
         run_settings(tmp_path)
+
+
+def test_of_several_options_that_differ_the_one_that_decides_is_named(tmp_path):
+    """`--task taxi` on a lake's run was answered with the completion length that the task sets."""
+
+    @dataclass
+    class Tasked(Small):
+        task: str = "frozen_lake"
+        length: int = 32
+
+    (tmp_path / CONFIG_FILE).write_text("seed: 3\n")
+    with pytest.raises(InputError, match=rf"^--task taxi: {tmp_path} was begun with the default; resume with that"):
+        check_same_run(tmp_path, [Tasked(seed=3, task="taxi", length=48)], ())
+
+
+def test_a_run_with_checkpoints_and_without_its_run_file_is_not_resumed(tmp_path):
+    """With it what the run was made from was gone, and other data or another model were taken."""
+    (tmp_path / CONFIG_FILE).write_text("seed: 3\n")
+    check_same_run(tmp_path, [Small(seed=3)], ())
+    (tmp_path / "checkpoint-2").mkdir()
+    with pytest.raises(
+        InputError, match=f"^{tmp_path / RUN_FILE}: is gone, and it says what the run was made from; put"
+    ):
+        check_same_run(tmp_path, [Small(seed=3)], ())
 
 
 def test_a_run_is_resumed_with_what_it_was_made_from(tmp_path):
@@ -202,7 +226,7 @@ WRONG_TYPES = {
 def test_a_run_file_of_wrong_types_is_one_line(name, value, tmp_path):
     """ "false" was judged as slippery."""
     (tmp_path / RUN_FILE).write_text(json.dumps({"seed": 0, name: value}))
-    with pytest.raises(InputError, match=rf"^{tmp_path / RUN_FILE}: {name}\S* .*; name another folder") as caught:
+    with pytest.raises(InputError, match=rf"^{tmp_path / RUN_FILE}: {name}\S* .*; put the old file back") as caught:
         run_settings(tmp_path)
     assert "\n" not in str(caught.value)
 

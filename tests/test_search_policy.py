@@ -405,6 +405,9 @@ BAD_INPUT = [
     (["--proposer", "recorded", "--answers", ""], "--answers '': names nothing"),
     (["--proposer", "endpoint"], "--proposer endpoint: needs --model_name"),
     (["--proposer", "local", "--base_url", "http://h/v1"], "--base_url: is for --proposer endpoint, and this is"),
+    (["--proposer", "hill_climbing", "--temperature", "0.3"], "--temperature: is for --proposer local or endpoint"),
+    (["--proposer", "endpoint", "--model_name", "m", "--dtype", "float32"], "--dtype: is for --proposer local, and"),
+    (["--env_options", '{{"max_episode_steps": 5}}'], "--env_options: max_episode_steps 5: is --horizon_steps here"),
     (["--proposer", "local", "--answers", "a.jsonl"], "--answers: is for --proposer recorded, and this is"),
     (["--proposer", "recorded"], "--proposer recorded: needs --answers"),
     (["--proposer", "recorded", "--answers", "{tmp}/nowhere"], "{tmp}/nowhere: cannot be read"),
@@ -462,7 +465,7 @@ def test_a_bad_value_in_a_config_is_named(places, capsys):
 
 def test_settings_survive_the_resolved_config(tmp_path):
     flags = ["--optimum_hint", "0.5", "--history_best", "3", "--env_options", '{"map_name": "8x8"}']
-    first, _ = read_arguments([*flags, "--context_tokens", "9", "--proposer", "random"])
+    first, _ = read_arguments([*flags, "--context_tokens", "9", "--proposer", "endpoint", "--model_name", "m"])
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(resolved_config(*first)))
     again, _ = read_arguments(["--config", str(tmp_path / "config.yaml")])
     assert first == again

@@ -73,6 +73,7 @@ BAD_INPUT = [
         "--task nonsense: expected one of frozen_lake, cliff_walking, taxi, riddles, piqa, drawing, arc, arithmetic",
     ),
     (("--objective", "expected"), "--objective expected: --task arithmetic knows no reward for every legal answer"),
+    (("--reward_weights", "0", "0"), "--reward_weights [0.0, 0.0]: every reward would be 0; expected one above 0"),
     (("--reward_weights", "1", "1", "1"), "--reward_weights [1.0, 1.0, 1.0]: expected one for each of sum_reward, "),
     (("--is_slippery", "false"), "unknown arguments: --is_slippery"),
 ]

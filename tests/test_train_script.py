@@ -25,7 +25,7 @@ from llm_policy.chat import prompt_token_ids
 from llm_policy.checkpoints import latest_checkpoint
 from llm_policy.environments.expert_q import ExpertOptions, write_expert_csv
 from llm_policy.errors import InputError, run_script
-from llm_policy.grpo.lifecycle import GRPO_FOLDER, WARM_START_FOLDER
+from llm_policy.grpo.stages import GRPO_FOLDER, WARM_START_FOLDER
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.models import load_model, load_tokenizer
 from llm_policy.run_files import ROOT, only_process_in

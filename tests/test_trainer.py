@@ -503,7 +503,12 @@ def names_of(trainer) -> list[tuple[int, ...]]:
 
 
 def encoded(trainer, text: str) -> list[int]:
-    return [*trainer._tokenizer.encode(text, add_special_tokens=False), trainer._tokenizer.eos_token_id]
+    return in_tokens(trainer._tokenizer, text)
+
+
+def in_tokens(tokenizer, text: str) -> list[int]:
+    """With the end token."""
+    return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
 
 
 def batch_of(trainer, rows, completions, advantages) -> dict[str, torch.Tensor]:
@@ -605,6 +610,15 @@ def test_expected_gradient_equals_the_enumerated_one(architecture, split_actions
     assert logged == pytest.approx(torch.tensor(metrics_N3).mean(0).tolist(), rel=1e-4)  # of those with an answer
 
 
+def besides_action(trainer, row: int, text: str) -> torch.Tensor:
+    """Log-probabilities of a reply's tokens but its action's, by a plain row."""
+    before, _, behind = text.partition("<answer>")
+    start = len(encoded(trainer, f"{before}<answer>")) - 1
+    name = names_of(trainer)[ACTIONS.index(behind.removesuffix("</answer>"))]
+    log_p_T, _ = plain_scores(trainer.model, prompts_of(trainer)[row], encoded(trainer, text))
+    return torch.cat([log_p_T[:start], log_p_T[start + len(name) :]])
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
 def test_the_forms_gradient_equals_the_enumerated_one(architecture, tmp_path):
     """Of the first well-formed reply of each group, though without advantage it would have skipped the pass."""
@@ -624,10 +638,7 @@ def test_the_forms_gradient_equals_the_enumerated_one(architecture, tmp_path):
 
     expected = torch.tensor(0.0)
     for row, text in texts[1:3]:
-        ids, prefix = encoded(trainer, text), encoded(trainer, text.partition("<answer>")[0] + "<answer>")[:-1]
-        log_p_T, _ = plain_scores(trainer.model, prompts_of(trainer)[row], ids)
-        name = names_of(trainer)[ACTIONS.index(text.partition("<answer>")[2].removesuffix("</answer>"))]
-        form_T = torch.cat([log_p_T[: len(prefix)], log_p_T[len(prefix) + len(name) :]])
+        form_T = besides_action(trainer, row, text)
         expected = expected + 0.5 * torch.logit(form_T.exp()).sum() / 2
     assert_same_gradient(found, gradient(trainer, -expected))
     assert 1 < trainer._metrics["train"]["form/failure_probability"][-1] < len(form_T)
@@ -651,11 +662,7 @@ def test_the_taught_thoughts_gradient_equals_the_enumerated_one(architecture, tm
 
     expected = torch.tensor(0.0)
     for row, text in enumerate(taught):
-        ids, prefix = encoded(trainer, text), encoded(trainer, text.partition("<answer>")[0] + "<answer>")[:-1]
-        log_p_T, _ = plain_scores(trainer.model, prompts_of(trainer)[row], ids)
-        name = names_of(trainer)[ACTIONS.index(text.partition("<answer>")[2].removesuffix("</answer>"))]
-        thought_T = torch.cat([log_p_T[: len(prefix)], log_p_T[len(prefix) + len(name) :]])
-        expected = expected + thought_T.sum()
+        expected = expected + besides_action(trainer, row, text).sum()
     assert_same_gradient(found, gradient(trainer, -0.5 * expected / 2))
     logged = trainer._metrics["train"]["thought/log_probability"][-1]
     assert logged == pytest.approx(expected.item() / 2, rel=1e-4)
@@ -812,16 +819,19 @@ def test_sampled_groups_approach_the_expected_gradient(tmp_path):
     assert error.norm() < 0.05 * expected.norm()
 
 
+def every_action() -> list[list[list[int]]]:
+    """A group for each prompt: every action once, behind one thought."""
+    tokenizer = tokenizer_of("llama")
+    return [[in_tokens(tokenizer, f"{THOUGHT}<answer>{name}</answer>") for name in ACTIONS]] * len(PROMPTS)
+
+
 def test_a_step_raises_the_expected_reward_and_more_entropy_weight_the_entropy(tmp_path):
     """Metrics of the second step show what the first has done."""
     logs = {}
     for coefficient in (0.0, 0.3, 3.0):
-        replies = [[f"{THOUGHT}<answer>{name}</answer>" for name in ACTIONS] for _ in PROMPTS]
-        trainer = expected_trainer("llama", tmp_path, coefficient, max_steps=2, learning_rate=0.05)
-        completions = [[encoded(trainer, text) for text in group] for group in replies]
         trainer = expected_trainer(
             "llama", tmp_path, coefficient, max_steps=2, learning_rate=0.05,
-            completions=completions, rewards=ALL_UNANIMOUS,
+            completions=every_action(), rewards=ALL_UNANIMOUS,
         )  # fmt: skip
         trainer.train()
         logs[coefficient] = [row for row in trainer.state.log_history if "action/entropy" in row]
@@ -858,10 +868,8 @@ def test_each_completion_has_the_rewards_of_its_own_row(tmp_path):
 def test_accumulation_does_not_change_the_expected_step(tmp_path):
     moved = {}
     for steps in (1, 3):
-        trainer = expected_trainer("llama", tmp_path)
-        completions = [[encoded(trainer, f"{THOUGHT}<answer>{name}</answer>") for name in ACTIONS]] * len(PROMPTS)
         trainer = expected_trainer(
-            "llama", tmp_path, 0.1, completions=completions, rewards=ALL_UNANIMOUS, loss_type="grpo",
+            "llama", tmp_path, 0.1, completions=every_action(), rewards=ALL_UNANIMOUS, loss_type="grpo",
             gradient_accumulation_steps=steps, per_device_train_batch_size=GROUP * len(PROMPTS) // steps,
         )  # fmt: skip
         trainer.train()
@@ -884,8 +892,7 @@ def test_expected_objective_without_a_readable_answer_is_grpo(tmp_path):
 
 def natural_advantages(tmp_path, replies: list[list[str]], rewards, **options) -> torch.Tensor:
     """What the other tokens of these completions get, (prompts, group)."""
-    trainer = expected_trainer("llama", tmp_path, objective="natural")
-    completions = [[encoded(trainer, text) for text in group] for group in replies]
+    completions = [[in_tokens(tokenizer_of("llama"), text) for text in group] for group in replies]
     trainer = expected_trainer(
         "llama", tmp_path, 0.1, objective="natural", completions=completions, rewards=rewards, **options
     )
@@ -938,8 +945,8 @@ def test_a_completion_without_an_action_is_worse_than_any_that_names_one(scale_r
 def test_supervision_teaches_the_best_action_and_the_taught_thought(objective, tmp_path, monkeypatch):
     """Nothing is sampled; each prompt's own best action and its thought gain probability."""
     monkeypatch.setattr("llm_policy.grpo.trainer.sample_completions", None)
-    trainer = expected_trainer("llama", tmp_path)
-    taught = [encoded(trainer, f"<think>at {row}</think><answer>{ACTIONS[0]}</answer>") for row in range(len(PROMPTS))]
+    replies = [f"<think>at {row}</think><answer>{ACTIONS[0]}</answer>" for row in range(len(PROMPTS))]
+    taught = [in_tokens(tokenizer_of("llama"), reply) for reply in replies]
     trainer = expected_trainer(
         "llama", tmp_path, 0.1, objective=objective, max_steps=30, learning_rate=0.01, optim="adamw_torch",
         guesses=lambda rows: [taught[row["row"]] for row in rows],

@@ -13,7 +13,7 @@ from llm_policy.chat import Reader
 from llm_policy.completions import action_index, parse_completion, tagged
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
 from llm_policy.errors import InputError
-from llm_policy.grpo import lifecycle, warm_start
+from llm_policy.grpo import stages, warm_start
 from llm_policy.grpo.arguments import ScriptArguments
 from llm_policy.grpo.warm_start import sampled_format_validity, teach_format
 from prompts import format_example, policy_messages
@@ -298,9 +298,9 @@ def test_another_lesson_in_the_middle_makes_another_warm_start():
     """Runs that hold out other maps may have as many lessons, and the same first one."""
     lessons = [([{"role": "user", "content": str(i)}], ["x"]) for i in range(1000)]
     other = [*lessons[:500], ([{"role": "user", "content": "other"}], ["x"]), *lessons[500:-1]]
-    found = [lifecycle.warm_start_checksum(ScriptArguments(), ModelConfig(), "m", those) for those in (lessons, other)]
+    found = [stages.warm_start_checksum(ScriptArguments(), ModelConfig(), "m", those) for those in (lessons, other)]
     assert found[0] != found[1]
-    assert found[0] == lifecycle.warm_start_checksum(ScriptArguments(), ModelConfig(), "m", list(lessons))
+    assert found[0] == stages.warm_start_checksum(ScriptArguments(), ModelConfig(), "m", list(lessons))
 
 
 def test_the_check_asks_lessons_from_the_first_to_the_last():

@@ -60,7 +60,9 @@ class ExpertOptions:
     map: str = field(default="4x4", metadata={"help": "Lake: 4x4, 8x8 or a text file, a row per line over S F H G."})
     random_maps: int = field(default=0, metadata={"help": "Lake: so many distinct solvable maps instead of --map."})
     map_size: int = field(default=4, metadata={"help": "Lake: rows and columns of the random maps."})
-    is_slippery: bool = field(default=True, metadata={"help": "Lake: two moves in three go aside."})
+    is_slippery: bool | None = field(
+        default=None, metadata={"help": "Lake: two moves in three go aside. Default: true."}
+    )
     rows: str = field(
         default="episodes", metadata={"help": "episodes: the expert's, from the start; states: each acting state once."}
     )
@@ -284,7 +286,7 @@ def expert_environments(options: ExpertOptions) -> list[TableEnvironment]:
         grids = random_grids(options.random_maps, options.map_size, options.seed)
     else:
         grids = [read_grid(options.map)]
-    return [FrozenLake(grid, options.is_slippery) for grid in grids]
+    return [FrozenLake(grid, options.is_slippery is not False) for grid in grids]
 
 
 def read_expert_csv(path: str | Path, kind: type[TableEnvironment] = FrozenLake, **options) -> pd.DataFrame:
@@ -294,7 +296,7 @@ def read_expert_csv(path: str | Path, kind: type[TableEnvironment] = FrozenLake,
     `q_values` (list of A floats in the order of the actions, the mean of the merged rows), `count` (rows merged).
     The file needs `state_str`, `action` (a number or a name) and a `q_value_*` per action; a `state` must agree; others
     are ignored. A lake's `state_str` may be Gymnasium's ANSI rendering. Warns once if actions are not the best by their
-    own Q-values.
+    own Q-values, and once if rows of one state disagree on the best action.
     InputError, one line with file, line, column, value and what was expected, if anything is wrong.
 
     Args:
@@ -324,7 +326,7 @@ def read_expert_csv(path: str | Path, kind: type[TableEnvironment] = FrozenLake,
     unusable_NA = ~(np.abs(q_NA) < LARGEST_REWARD)
     if unusable_NA.any():
         row, action = np.argwhere(unusable_NA)[0]
-        raise fail(row, names[action], f"{columns[names[action]][row]!r}, expected a finite number")
+        raise fail(row, names[action], f"{columns[names[action]][row]!r}, expected a number below {LARGEST_REWARD:g}")
     if "state" in columns:
         for row, (given, (_, state)) in enumerate(zip(convert("state", _whole_number), states, strict=True)):
             if given != state:
@@ -343,6 +345,18 @@ def read_expert_csv(path: str | Path, kind: type[TableEnvironment] = FrozenLake,
     index_of = {state: index for index, state in enumerate(dict.fromkeys(states))}
     index_N = np.array([index_of[state] for state in states])
     counts_P = np.bincount(index_N)
+    best_NA = optimal_actions(q_NA)
+    always_best_PA = np.stack([np.bincount(index_N, best_A) for best_A in best_NA.T], axis=1) == counts_P[:, None]
+    torn_P = ~always_best_PA.any(axis=1)
+    if torn_P.any():
+        first, *rest = np.flatnonzero(index_N == torn_P.argmax())
+        other = next(row for row in rest if not (best_NA[row] & best_NA[first]).any() or row == rest[-1])
+        shown = " and ".join(f"{lines[row]} ({actions[q_NA[row].argmax()]})" for row in (first, other))
+        warnings.warn(
+            f"{path}: rows disagree on the best action of {torn_P.sum()} of {len(torn_P)} states, and the mean of "
+            f"their Q-values counts; first in lines {shown}",
+            stacklevel=2,
+        )
     q_PA = np.stack([np.bincount(index_N, weights) for weights in q_NA.T], axis=1) / counts_P[:, None]
     actions_PA = np.bincount(index_N * len(actions) + actions_N, minlength=q_PA.size).reshape(q_PA.shape)
     return pd.DataFrame(

@@ -9,7 +9,7 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import ClassVar
 
@@ -74,17 +74,9 @@ def check_grid(grid: Sequence[str], where: str = "map") -> Grid:
     return rows
 
 
-@cache
 def leads_to_goal(grid: Grid, cell: Cell, without: Cell | None = None) -> bool:
     """Whether a way around the holes leads from `cell` to a goal, and not through the cell `without`."""
-    open_cells = {(r, c) for r, row in enumerate(grid) for c, letter in enumerate(row) if letter != "H"} - {without}
-    reached, border = {cell}, [cell]
-    while border:
-        row, column = border.pop()
-        new = ({(row + down, column + right) for down, right in MOVES} & open_cells) - reached
-        reached |= new
-        border += new
-    return any(grid[r][c] == "G" for r, c in reached)
+    return bool(np.isfinite(goal_distances(grid, without)[cell[0] * len(grid[0]) + cell[1]]))
 
 
 def read_grid(name_or_path: str | Path) -> Grid:
@@ -228,20 +220,25 @@ def shortest_path_policy(grid: Grid) -> np.ndarray:
     return np.eye(len(ACTIONS))[goal_distances(grid)[next_states_SA].argmin(axis=1)]
 
 
-@lru_cache(maxsize=64)
-def goal_distances(grid: Grid) -> np.ndarray:
-    """Steps to the nearest goal around the holes, as if the ice were not slippery, (S,); inf where there is no way."""
-    next_states_SA = lake_mdp(grid, is_slippery=False).next_states_SAK[:, :, 0]
-    cells = "".join(grid)
-    distance_S = np.full(len(cells), np.inf)
-    queue = deque(state for state, letter in enumerate(cells) if letter == "G")
-    distance_S[list(queue)] = 0
+@lru_cache(maxsize=4096)
+def goal_distances(grid: Grid, without: Cell | None = None) -> np.ndarray:
+    """Steps to the nearest goal around the holes, as if the ice were not slippery, (S,); inf where there is no way.
+
+    With `without` no way leads through that cell.
+    """
+    columns = len(grid[0])
+    cells = {(r, c): letter for r, row in enumerate(grid) for c, letter in enumerate(row)}
+    open_cells = {cell for cell, letter in cells.items() if letter != "H" and cell != without}
+    queue = deque(cell for cell in open_cells if cells[cell] == "G")
+    steps = dict.fromkeys(queue, 0)
     while queue:
-        state = queue.popleft()
-        for previous in np.nonzero((next_states_SA == state).any(axis=1))[0]:
-            if cells[previous] != "H" and np.isinf(distance_S[previous]):
-                distance_S[previous] = distance_S[state] + 1
-                queue.append(int(previous))
+        row, column = queue.popleft()
+        for near in ({(row + down, column + right) for down, right in MOVES} & open_cells) - steps.keys():
+            steps[near] = steps[row, column] + 1
+            queue.append(near)
+    distance_S = np.full(len(cells), np.inf)
+    for (row, column), count in steps.items():
+        distance_S[row * columns + column] = count
     return distance_S
 
 

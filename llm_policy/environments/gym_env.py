@@ -18,7 +18,7 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from gymnasium.spaces import Discrete
 from gymnasium.wrappers import TimeLimit
 
-from llm_policy.environments.frozen_lake import check_grid
+from llm_policy.environments.frozen_lake import Grid, check_grid
 from llm_policy.environments.mdp import MDP, mdp_from_env
 from llm_policy.errors import InputError
 
@@ -81,6 +81,8 @@ def make_gym_environment(
     `InputError` for an unknown environment, a missing package or an option that it does not take.
     """
     options = dict(options or {})
+    if "max_episode_steps" in options:
+        raise InputError(f"--env_options: max_episode_steps {options['max_episode_steps']}: is --horizon_steps here")
     mdp = None
     try:
         env = gymnasium.make(env_id, max_episode_steps=horizon_steps, disable_env_checker=True, **options)
@@ -127,7 +129,13 @@ def _check_options(env: gymnasium.Env, options: Mapping[str, Any]) -> None:
     if isinstance(env.unwrapped, FrozenLakeEnv):
         if options.get("desc") is None and options.get("map_name", "4x4") is None:
             raise InputError("--env_options: map_name null: draws another map at every start; name one, or give desc")
-        check_grid([b"".join(row).decode() for row in np.array(env.unwrapped.desc).tolist()], "--env_options: desc")
+        check_grid(lake_grid(env), "--env_options: desc")
+
+
+def lake_grid(env: gymnasium.Env) -> Grid:
+    """The map of a lake that Gymnasium has made."""
+    desc = getattr(env.unwrapped, "desc")  # noqa: B009  # mypy knows no such attribute
+    return tuple("".join(letter.decode() for letter in row) for row in desc)
 
 
 def _name(env: gymnasium.Env) -> str:

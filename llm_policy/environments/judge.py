@@ -27,13 +27,13 @@ from llm_policy.environments.policy_table import (
     uniform_policy,
 )
 from llm_policy.environments.table_environment import TableEnvironment
-from llm_policy.run_files import EVALUATION_FILE, write_whole, writing
+from llm_policy.run_files import save_judgement
 from llm_policy.statistics import wilson_interval
 
 BASELINES = ("random", "constant:ACTION", "expert", "q-learning", "shortest-path")
 Q_LEARNING_RUNS, Q_LEARNING_STEPS = 5, 100_000
 NEARLY_ALWAYS = 0.8  # share of the states with one action
-PICTURE_FILE, THOUGHTS_FILE = "policy.png", "thoughts.png"
+THOUGHTS_FILE = "thoughts.png"
 
 
 # One policy in words and numbers -------------------------------------------------------------------------------
@@ -274,7 +274,4 @@ def save_evaluation(
     figure = policy_figure(
         [(title, environments[m], p.policies_SA[m], best_actions(environments[m])) for p, m, title in shown]
     )
-    with writing(f"--output_dir {folder}", "make room, or name another folder"):
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / PICTURE_FILE, dpi=120)
-        write_whole(folder / EVALUATION_FILE, text)  # last: the mark of a finished run
+    save_judgement(folder, text, figure)

@@ -250,3 +250,5 @@ def check_task(script: ScriptArguments, training: GRPOConfig, task) -> None:
     names = [reward.__name__ for reward in task.reward_functions]
     if training.reward_weights is not None and len(training.reward_weights) != len(names):
         raise InputError(f"--reward_weights {training.reward_weights}: expected one for each of {', '.join(names)}")
+    if training.reward_weights is not None and not any(training.reward_weights):
+        raise InputError(f"--reward_weights {training.reward_weights}: every reward would be 0; expected one above 0")

@@ -1,37 +1,23 @@
 """How a training run is interrupted, resumed and ended: signals, what a checkpoint says, the last step."""
 
-import json
 import signal
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from peft import PeftModel
-from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers import TrainerCallback, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from trl import GRPOConfig, ModelConfig
+from trl import GRPOConfig
 
 from llm_policy import processes
-from llm_policy.adapters import joined, loading_options
 from llm_policy.checkpoints import COMPLETE_MARK
-from llm_policy.errors import EXIT_INTERRUPTED, OPTION_ERRORS, InputError
-from llm_policy.grpo.arguments import WarmStartArguments
+from llm_policy.errors import EXIT_INTERRUPTED, InputError
 from llm_policy.grpo.diagnostics import MetricsFile, PolicyDiagnostics
 from llm_policy.grpo.trainer import PolicyTrainer
-from llm_policy.grpo.warm_start import Lesson
-from llm_policy.hardware import give_memory_back
-from llm_policy.models import load_model, not_finite
-from llm_policy.reading import read_text
-from llm_policy.run_files import checksum, write_whole
+from llm_policy.models import not_finite
 from llm_policy.startup import say_at_once
 
 RESUME = "--resume_from_checkpoint auto"
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-TAUGHT_WITH = ("warm_start_steps", "warm_start_prompts", "warm_start_learning_rate", "warm_start_threshold")
-LORA = ("lora_r", "lora_alpha", "lora_target_modules", "lora_dropout", "use_rslora")
-CHECKED_LESSONS = 256  # of all, spread evenly, say whether a warm start was made from the same
-WARM_START_FOLDER, GRPO_FOLDER = "warm_start", "grpo"  # the two adapters that are joined in the end
 
 
 class StopOnSignal(TrainerCallback):
@@ -116,23 +102,11 @@ class StopAtNonFinite(TrainerCallback):
             )
 
 
-def warm_start_folder(script: WarmStartArguments, seed: int, output_dir: Path) -> Path:
-    """Where the warm start of a run is kept: in the run, or where runs of the same seed share it.
-
-    A run that asked for none takes none that is shared.
-    """
-    shared = script.warm_start_folder if script.warm_start != "never" else ""
-    return Path(shared) / f"seed-{seed}" if shared else output_dir / WARM_START_FOLDER
-
-
-def warm_start_checksum(
-    script: WarmStartArguments, model: ModelConfig, model_checksum: str, lessons: Sequence[Lesson]
-) -> str:
-    """What a warm start is made from, so that no run stands on another one's by mistake."""
-    settings = {name: getattr(script, name) for name in TAUGHT_WITH} | {name: getattr(model, name) for name in LORA}
-    count = min(CHECKED_LESSONS, len(lessons))  # there may be a million, made when they are asked for
-    checked = [lessons[i * len(lessons) // count] for i in range(count)]
-    return checksum([model_checksum, settings, len(lessons), checked])
+def check_length(option: str, most: int, resume: Path | None) -> None:
+    """`InputError` where a run is to end before the checkpoint that it resumes from; below 1 `most` is no limit."""
+    taken = int(resume.name.rpartition("-")[2]) if resume else 0
+    if 0 < most < taken:
+        raise InputError(f"--{option} {most}: {resume} has taken {taken} already; give at least that")
 
 
 def steps_per_batch(training: GRPOConfig) -> int:
@@ -169,56 +143,3 @@ def train_or_restore(
 def last_step_is_saved(trainer: PolicyTrainer) -> bool:
     checkpoint = Path(trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
     return (checkpoint / COMPLETE_MARK).exists()
-
-
-def kept_answers(which: str, model: PreTrainedModel, judge, file: Path) -> dict:
-    """What the model answers before GRPO; kept in `file`, so that a resumed run shows the same row.
-
-    Args:
-        judge: a task's (`tasks.Judge`).
-    """
-
-    def kept() -> dict | None:
-        try:
-            answers = json.loads(read_text(file))
-            judge.judgement(answers)
-        except (FileNotFoundError, InputError, *OPTION_ERRORS):  # cut, or an older version's
-            return None
-        return answers
-
-    answers = processes.from_main(kept)
-    if answers is None:
-        print(f"judging the {which} model", flush=True)
-        answers = judge.answers(model)
-        if processes.is_main():
-            write_whole(file, json.dumps(answers))
-    return answers
-
-
-def save_policy(trainer: PolicyTrainer, folders: Sequence[Path], model_config: ModelConfig) -> None:
-    """Save what was trained as one adapter on the plain base model.
-
-    Args:
-        folders: adapters that GRPO's stands on.
-    """
-    output_dir = Path(trainer.args.output_dir)
-    trained = trainer.accelerator.unwrap_model(trainer.model)
-    trainer.forget_merged_weights()  # a GPU has to hold the model once more, to be judged
-    give_memory_back()
-    if processes.in_pieces():
-        trainer.save_model(str(output_dir / GRPO_FOLDER))  # all processes bring theirs
-    elif processes.is_main():
-        trained.save_pretrained(output_dir / GRPO_FOLDER, selected_adapters=["default"])
-    if processes.is_main():
-        save_joined(trained, [*folders, output_dir / GRPO_FOLDER], output_dir, model_config)
-        trainer.processing_class.save_pretrained(output_dir)
-    processes.wait_for_files(output_dir, ADAPTER_FILES)
-
-
-def save_joined(trained: PeftModel, folders: Sequence[Path], output_dir: Path, model_config: ModelConfig) -> None:
-    """Save the adapters in `folders`, which were trained on top of each other, as one on the plain base model."""
-    lora = trained.peft_config["default"]
-    plain = loading_options(model_config) | {"quantization_config": None}  # joining looks at the adapters alone
-    name, revision = lora.base_model_name_or_path, lora.revision or "main"
-    base = load_model(name, revision=revision, answers=False, **plain)  # no warm start
-    joined(base, folders).save_pretrained(output_dir)

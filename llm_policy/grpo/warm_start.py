@@ -27,7 +27,7 @@ from llm_policy.checkpoints import COMPLETE_MARK, damage, written_whole
 from llm_policy.errors import InputError
 from llm_policy.grpo.arguments import ScriptArguments
 from llm_policy.grpo.packing import pack_groups, packed_log_probabilities
-from llm_policy.hardware import cuda_random_states, give_memory_back, restore_cuda_random_states
+from llm_policy.hardware import give_memory_back
 
 Lesson = tuple[Messages, Sequence[str]]
 """A prompt and well-formed replies to it that differ in their answer alone."""
@@ -245,12 +245,9 @@ class Unfinished:
         if not processes.is_main():
             return
         state = {
+            **adapters.learning_state(model, optimizer),
             "made_from": self.made_from,
-            "weights": {name: p.detach() for name, p in model.named_parameters() if p.requires_grad},
-            "optimizer": optimizer.state_dict(),
             "order": generator.get_state(),
-            "random": torch.get_rng_state(),
-            "random_cuda": cuda_random_states(),
             "report": report,
         }
         self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -272,14 +269,8 @@ class Unfinished:
         if state["made_from"] != self.made_from:
             print(f"{self.file}: of another model, lessons or settings; the warm start begins again", flush=True)
             return
-        own = dict(model.named_parameters())
-        with torch.no_grad():
-            for name, values in state["weights"].items():
-                own[name].copy_(values)
-        optimizer.load_state_dict(state["optimizer"])
+        adapters.restore_learning_state(state, model, optimizer)
         generator.set_state(state["order"])
-        torch.set_rng_state(state["random"])
-        restore_cuda_random_states(state["random_cuda"])
         report.update(state["report"])
         print(f"warm start: goes on after step {report['steps']}", flush=True)
 

@@ -19,7 +19,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 
 from llm_policy.command_line import parse_arguments
 from llm_policy.environments.frozen_lake import FrozenLake, grid_text
-from llm_policy.environments.gym_env import GymEnvironment, returns
+from llm_policy.environments.gym_env import GymEnvironment, lake_grid, returns
 from llm_policy.environments.judge import (
     evaluate_policies,
     evaluation_table,
@@ -39,7 +39,6 @@ from llm_policy.policy_gradient.learner import (
     make_learner,
     training_env,
 )
-from llm_policy.policy_gradient.state_text import lake_grid
 from llm_policy.processes import progress
 from llm_policy.reading import read_text
 from llm_policy.run_files import CONFIG_FILE, EVALUATION_FILE, write_whole
@@ -82,7 +81,7 @@ def table_of(environment: GymEnvironment) -> TableEnvironment | None:
     if kind is None or environment.mdp is None:
         return None
     if kind is FrozenLake:
-        found = [FrozenLake(lake_grid(environment), is_slippery) for is_slippery in (True, False)]
+        found = [FrozenLake(lake_grid(environment.env), is_slippery) for is_slippery in (True, False)]
     else:
         found = [kind()]
     own = environment.mdp
@@ -128,11 +127,10 @@ class EpisodeScore:
 
     @classmethod
     def of(cls, policy: str, totals: Sequence[float]) -> "EpisodeScore":
-        spread = float(np.std(totals, ddof=1)) if len(totals) > 1 else 0.0
         return cls(
             policy,
             float(np.mean(totals)),
-            float(student.ppf(0.975, max(1, len(totals) - 1))) * spread / len(totals) ** 0.5,
+            float(student.ppf(0.975, len(totals) - 1) * np.std(totals, ddof=1)) / len(totals) ** 0.5,
             len(totals),
             float(np.min(totals)),
             float(np.max(totals)),

@@ -14,7 +14,7 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from gymnasium.spaces import Discrete
 
 from llm_policy.environments import frozen_lake
-from llm_policy.environments.gym_env import GymEnvironment
+from llm_policy.environments.gym_env import GymEnvironment, lake_grid
 from llm_policy.environments.toy_text import CliffWalking, Taxi
 
 StateText = Callable[[np.ndarray], str]
@@ -48,16 +48,10 @@ def text_of_states(environment: GymEnvironment) -> StateText:
     if isinstance(observations, Discrete):
         text_of_state: Callable[[int], str] = "state {}".format
         if isinstance(environment.env.unwrapped, FrozenLakeEnv):
-            text_of_state = partial(frozen_lake.state_text, lake_grid(environment))
+            text_of_state = partial(frozen_lake.state_text, lake_grid(environment.env))
         elif name in TABLES:
             text_of_state = TABLES[name]().state_text
         texts = [text_of_state(state) for state in range(int(observations.n))]
         return lambda one_hot: texts[int(np.argmax(one_hot))]
     names = NAMES.get(name, ())
     return partial(vector_text, names if (len(names),) == observations.shape else ())
-
-
-def lake_grid(environment: GymEnvironment) -> frozen_lake.Grid:
-    """The map of a lake that Gymnasium has made."""
-    desc = getattr(environment.env.unwrapped, "desc")  # noqa: B009  # mypy knows no such attribute
-    return tuple("".join(letter.decode() for letter in row) for row in desc)

@@ -12,6 +12,7 @@ from torch.nn.functional import layer_norm, pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llm_policy.errors import InputError
+from llm_policy.models import context_tokens
 
 POOLINGS = ("last", "mean")
 KEPT_BYTES = 256 * 2**20  # of vectors in memory
@@ -36,7 +37,7 @@ class TextEncoder:
         self.tokenizer, self.pooling = tokenizer, pooling
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.size: int = model.config.get_text_config().hidden_size
-        self.positions: int = model.config.get_text_config().max_position_embeddings
+        self.positions = context_tokens(model)
         self.device, self.dtype = model.device, str(model.dtype).removeprefix("torch.")
         self.is_training = False
         self.common_E, self.spread = torch.zeros(self.size, device=self.device), 1.0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from llm_policy.chat import Messages
 from llm_policy.environments.frozen_lake import grid_text
-from llm_policy.environments.gym_env import GymEnvironment
+from llm_policy.environments.gym_env import GymEnvironment, lake_grid
 from llm_policy.errors import InputError
 from llm_policy.policy_search.parameters import Parameters, PolicySpace
 
@@ -105,7 +105,7 @@ def environment_description(environment: GymEnvironment) -> str:
     """
     lake_options = {"map_name", "desc", "is_slippery"}
     if environment.env_id == "FrozenLake-v1" and set(environment.options) <= lake_options:
-        rows = [b"".join(row).decode() for row in environment.env.unwrapped.desc]  # type: ignore[attr-defined]
+        rows = lake_grid(environment.env)
         return _LAKE.format(
             rows=len(rows),
             columns=len(rows[0]),

@@ -4,7 +4,7 @@ All of them answer as text and through the same parser, so that only the proposa
 """
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llm_policy.chat import Messages, fit_to_template, prompt_token_ids, sampling_config
 from llm_policy.errors import InputError, check_choices
-from llm_policy.models import DTYPES, EMBEDDED_MODEL, load_model, load_tokenizer
+from llm_policy.models import DTYPES, EMBEDDED_MODEL, context_tokens, load_model, load_tokenizer
 from llm_policy.policy_search.answer_log import CUT, read_log
 from llm_policy.policy_search.endpoint import EndpointProposer
 from llm_policy.policy_search.parameters import Parameters, PolicySpace, SearchProblem
@@ -24,7 +24,13 @@ from llm_policy.run_files import ROOT
 from llm_policy.sampling import sample_completions
 
 PROPOSERS = ("local", "endpoint", "random", "hill_climbing", "recorded")
-OWN_OPTIONS = {"endpoint": ("base_url", "context_tokens"), "recorded": ("answers",)}
+# Option -> the proposers that read it. A configuration's model may stand beside another proposer on the command line.
+OWNERS = {
+    **dict.fromkeys(("dtype", "answer_prefix", "constrained"), ("local",)),
+    **dict.fromkeys(("base_url", "endpoint_retries", "endpoint_timeout_seconds", "context_tokens"), ("endpoint",)),
+    "answers": ("recorded",),
+    **dict.fromkeys(("max_completion_tokens", "temperature"), ("local", "endpoint")),
+}
 NAMES_WITHOUT_MODEL = {"random": "random search", "hill_climbing": "hill climbing"}
 ENDPOINT_COMPLETION_TOKENS = 1024
 # What an answer may take, with room for a tokenizer that has one token per digit
@@ -67,10 +73,11 @@ class ProposerSettings:
         check_choices(self, {"proposer": PROPOSERS, "dtype": DTYPES})
         if self.proposer == "local" and self.constrained and not self.answer_prefix:
             raise InputError("--constrained true: needs an --answer_prefix")
-        if self.proposer == "local":  # the default: another one was meant
-            for proposer, names in OWN_OPTIONS.items():
-                if given := [name for name in names if getattr(self, name) is not None]:
-                    raise InputError(f"--{given[0]}: is for --proposer {proposer}, and this is --proposer local")
+        for option in fields(self):
+            owners = OWNERS.get(option.name, PROPOSERS)
+            if self.proposer not in owners and getattr(self, option.name) != option.default:
+                whose = " or ".join(owners)
+                raise InputError(f"--{option.name}: is for --proposer {whose}, and this is --proposer {self.proposer}")
         needed = {"endpoint": "model_name", "recorded": "answers"}.get(self.proposer)
         if needed and not getattr(self, needed):
             raise InputError(f"--proposer {self.proposer}: needs --{needed}")
@@ -131,8 +138,7 @@ def make_proposer(
         is_one_line=not search.ask_reason,
         space=space if settings.constrained else None,
     )
-    context_tokens = model.config.get_text_config().max_position_embeddings
-    _check_context(problem, len(proposer.prompt_tokens(prompt)), limit, context_tokens)
+    _check_context(problem, len(proposer.prompt_tokens(prompt)), limit, context_tokens(model))
     return proposer
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from matplotlib.figure import Figure
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel, ValidationError
 
 from llm_policy.errors import InputError
 from llm_policy.reading import read_text
@@ -20,25 +20,36 @@ RESULTS = ROOT / "results"
 
 def read_json(file: Path) -> dict:
     try:
-        return TypeAdapter(dict).validate_python(json.loads(read_text(file)))
+        found = json.loads(read_text(file))
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{shown(file)}: cannot be read as JSON ({reason}); run it again or delete it") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{shown(file)}: holds {found!r:.40}, expected an object in braces; run it again or delete it")
+    return found
 
 
 def read_lines(file: Path, kind: type[BaseModel]) -> list[dict]:
     """The lines of a metrics.jsonl, at least one and each of that kind."""
+    remedy = "run it again or delete it"
     try:
-        lines = [json.loads(line) for line in read_text(file).splitlines()]
-        TypeAdapter(list[kind]).validate_python(lines)  # type: ignore[valid-type]
-        if not lines:
-            raise ValueError("no line")
-        return lines
+        texts = read_text(file).splitlines()
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(
-            f"{shown(file)}: cannot be read as JSON lines ({reason}); run it again or delete it"
-        ) from error
+        raise InputError(f"{shown(file)}: cannot be read ({error}); {remedy}") from error
+    if not texts:
+        raise InputError(f"{shown(file)}: holds no line; {remedy}")
+    lines = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            lines.append(json.loads(text))
+            kind.model_validate(lines[-1])
+        except ValidationError as error:
+            first = error.errors()[0]
+            what = f"{'.'.join(map(str, first['loc']))} {first['input']!r:.40}: {first['msg']}"
+            raise InputError(f"{shown(file)}: line {number}: {what}; {remedy}") from error
+        except ValueError as error:
+            raise InputError(f"{shown(file)}: line {number}: is no JSON ({error}); {remedy}") from error
+    return lines
 
 
 def save_picture(figure: Figure, name: str) -> None:

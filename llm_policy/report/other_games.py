@@ -40,8 +40,7 @@ def other_games() -> dict[str, list[dict]]:
 
 def games_of(folder: Path) -> list[dict]:
     """The evaluations of one result, their rows by name."""
-    found = evaluations(folder, lambda evaluation: rows_by_name(evaluation, GameRow, TRAINED))
-    return [seed | {"policies": {row["policy"]: row for row in seed["policies"]}} for seed in found]
+    return evaluations(folder, lambda evaluation: rows_by_name(evaluation, GameRow, TRAINED))
 
 
 def where(seed: dict) -> str:

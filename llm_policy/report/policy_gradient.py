@@ -119,7 +119,7 @@ def policy_gradient_section(
             )
         for name, seeds in searches.items():
             if _played_in(seeds[0]) == _played_in(first[0]):
-                own = [next(row for row in seed["policies"] if row["policy"] == seed["searched"]) for seed in seeds]
+                own = [seed["policies"][seed["searched"]] for seed in seeds]
                 minutes = each(seeds, lambda seed: f"{seed['minutes']:.1f}")
                 played = listed([f"{row['episodes']:,}" for row in own])
                 label, score_of_search = link(seeds[0]["searched"], SEARCH, name), values(own, "value", decimals)

@@ -66,7 +66,7 @@ def questions_section(runs: Mapping[str, list[dict]]) -> str:
     )  # fmt: skip
     rows = []
     for name, seeds in runs.items():
-        policies = [{row["policy"]: row for row in seed["policies"]} for seed in seeds]
+        policies = [seed["policies"] for seed in seeds]
         shares = [_percents([found.get(policy) for found in policies]) for policy in (UNTRAINED, WARM_START, SAMPLED)]
         chance = each(seeds, lambda seed: f"{100 * max(seed['baselines'].values()):.0f}")
         pairs = [(found.get(WARM_START, found[UNTRAINED])["right"], found[TRAINED]["right"]) for found in policies]

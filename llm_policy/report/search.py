@@ -45,8 +45,8 @@ def search_section(searches: Mapping[str, list[dict]], trained: Mapping[str, lis
     rows = []
     for name, seeds in searches.items():
         env_id, is_usual_lake = seeds[0]["env_id"], is_slippery_lake(seeds[0])
-        for policy in (row["policy"] for row in seeds[0]["policies"]):
-            found = [next(row for row in seed["policies"] if row["policy"] == policy) for seed in seeds]
+        for policy in seeds[0]["policies"]:
+            found = [seed["policies"][policy] for seed in seeds]
             episodes = ", ".join(str(row["episodes"]) for row in found if row["episodes"] is not None)
             is_searched = policy == seeds[0]["searched"]
             minutes = each(seeds, lambda seed: f"{seed['minutes']:.1f}") if is_searched else ""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, FiniteFloat, TypeAdapter
 
+from llm_policy.errors import InputError
 from llm_policy.reading import read_text
 from llm_policy.report import files
 from llm_policy.report.dates import made
@@ -34,21 +35,27 @@ def results_of(study: str, seeds_of: Callable[[Path], list[dict]]) -> dict[str, 
 
 
 def finished_seeds(folder: Path, names: Iterable[str]) -> list[Path]:
-    """The folders `seed-N` of one result that hold all files of these names, by number."""
+    """The folders `seed-N` of one result with an evaluation.json, which ends a run, by number.
+
+    `InputError` where one of them lacks another of `names`: its seed would be gone from the tables without a word.
+    """
     seeds = [seed for seed in folder.glob("seed-*") if seed.name.removeprefix("seed-").isdecimal()]
-    whole = [seed for seed in seeds if all((seed / name).exists() for name in names)]
-    return sorted(whole, key=lambda seed: int(seed.name.removeprefix("seed-")))
+    finished = [seed for seed in seeds if (seed / "evaluation.json").exists()]
+    for seed in finished:
+        for name in names:
+            if not (seed / name).exists():
+                raise InputError(f"{files.shown(seed / name)}: is gone; put it back, or delete the seed's folder")
+    return sorted(finished, key=lambda seed: int(seed.name.removeprefix("seed-")))
 
 
-def evaluations(folder: Path, check: Callable[[dict], object]) -> list[dict]:
-    """`evaluation.json` of the finished seeds of one result, and its minutes. `check` raises for a damaged one."""
+def evaluations(folder: Path, rows_of: Callable[[dict], dict[str, dict]]) -> list[dict]:
+    """`evaluation.json` of the finished seeds of one result, with its `policies` by name, and its minutes."""
     found = []
     for seed in finished_seeds(folder, ("evaluation.json", "run.json", "minutes.txt")):
         with files.whole(seed):
-            minutes = read_minutes(seed)
-            evaluation = files.read_json(seed / "evaluation.json")
-            check(evaluation)
-            found.append(evaluation | {"minutes": minutes, "made": made(seed / "run.json")})
+            evaluation, minutes = files.read_json(seed / "evaluation.json"), read_minutes(seed)
+            own = {"policies": rows_of(evaluation), "minutes": minutes, "made": made(seed / "run.json")}
+            found.append(evaluation | own)
     return found
 
 

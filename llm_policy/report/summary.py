@@ -79,10 +79,10 @@ def _summary_baselines(seed: dict) -> list[list[object]]:
 def _summary_searches(seeds: Sequence[dict]) -> list[list[object]]:
     """Policy search in context and hill climbing: success within the step limit, because their episodes have one."""
     where = f"slippery lake: success within {seeds[0]['horizon_steps']} steps"
-    optimum = next(row["value"] for row in seeds[0]["policies"] if row["policy"] == "optimal")
+    optimum = seeds[0]["policies"]["optimal"]["value"]
     rows = []
     for name in (seeds[0]["searched"], "hill climbing"):
-        found = [row for seed in seeds for row in seed["policies"] if row["policy"] == name]
+        found = [seed["policies"][name] for seed in seeds if name in seed["policies"]]
         is_searched = name == seeds[0]["searched"]
         label = link(name, SEARCH, SUMMARY_SEARCH) if is_searched else name
         minutes = f"{np.mean([seed['minutes'] for seed in seeds]):.0f}" if is_searched else ""

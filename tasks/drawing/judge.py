@@ -13,12 +13,11 @@ from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
 from llm_policy.chat import Reader
-from llm_policy.environments.judge import PICTURE_FILE
-from llm_policy.errors import InputError, writing
+from llm_policy.errors import InputError
 from llm_policy.grpo.diagnostics import Judgement
 from llm_policy.plots import grids_figure
 from llm_policy.reading import read_text
-from llm_policy.run_files import EVALUATION_FILE, write_whole
+from llm_policy.run_files import save_judgement
 from llm_policy.statistics import wilson_interval
 from llm_policy.tables import show
 from tasks import Comparison
@@ -208,7 +207,4 @@ class DrawingJudge:
             pictures[f"found, {found['share']:.0%}"] = outcome.grid
         pictures |= {f"{name}, {score.best:.0%}": score.best_grid for name, score in scores.items()}
         figure = grids_figure(pictures, self.target.name)
-        with writing(f"--output_dir {folder}", "make room, or name another folder"):
-            folder.mkdir(parents=True, exist_ok=True)
-            figure.savefig(folder / PICTURE_FILE, dpi=120)
-            write_whole(folder / EVALUATION_FILE, json.dumps(content, indent=1) + "\n")  # last: it marks the end
+        save_judgement(folder, json.dumps(content, indent=1) + "\n", figure)

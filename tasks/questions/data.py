@@ -186,7 +186,7 @@ def read_questions(
         if problem:  # in what others wrote
             left_out.append(f"{where}: {problem}")
     if not found:
-        raise InputError(left_out[0] if left_out else f"--dataset {name}: holds no question")
+        raise InputError(left_out[0] if left_out else f"dataset {name}: holds no question")
     if left_out:
         print(f"{name}: {len(left_out)} rows are left out, the first is {left_out[0]}", flush=True)
     if repeated:
@@ -216,14 +216,14 @@ def _records(name: str, samples: Path) -> Iterator[tuple[str, Fields]]:
             numbered = [(number, json.loads(line)) for number, line in lines if line.strip()]
     except FileNotFoundError:
         raise InputError(
-            f"--dataset {name}: no such file; give a file that is there, or leave it out to take the bundled samples"
+            f"dataset {name}: no such file; give a file that is there, or leave it out to take the bundled samples"
         ) from None
     except UnicodeDecodeError as error:
-        raise InputError(f"--dataset {name}: byte {error.start} is not UTF-8; save it as UTF-8") from None
+        raise InputError(f"dataset {name}: byte {error.start} is not UTF-8; save it as UTF-8") from None
     except (OSError, ValueError, RecursionError, csv.Error) as error:
         said = " ".join(str(error).split())
         kind = "a line of names, then fields with commas" if path.suffix == ".csv" else "a JSON object per line"
-        raise InputError(f"--dataset {name}: cannot be read ({said}); expected {kind}") from None
+        raise InputError(f"dataset {name}: cannot be read ({said}); expected {kind}") from None
     for number, record in numbered:
         if not isinstance(record, dict):
             raise InputError(f"{path}: line {number}: {str(record)[:40]!r}, expected an object in braces")
@@ -244,7 +244,7 @@ def _hub_records(name: str) -> Iterator[tuple[str, Fields]]:
         rows = datasets.load_dataset("/".join(owner_and_name), *config, split=split or "train")
     except Exception as error:  # of the network, the hub or the dataset's own files: whatever these lead to
         raise InputError(
-            f"--dataset {name}: neither a .jsonl or .csv file nor a dataset that the hub gives ({first_line(error)}); "
+            f"dataset {name}: neither a .jsonl or .csv file nor a dataset that the hub gives ({first_line(error)}); "
             "give a file, or leave it out to take the bundled samples"
         ) from error
     for number, record in enumerate(rows):

@@ -16,11 +16,10 @@ from transformers import PreTrainedModel
 
 from llm_policy.chat import Reader
 from llm_policy.completions import parse_completion
-from llm_policy.environments.judge import PICTURE_FILE
-from llm_policy.errors import InputError, writing
+from llm_policy.errors import InputError
 from llm_policy.grpo.diagnostics import Judgement
 from llm_policy.plots import shares_figure
-from llm_policy.run_files import EVALUATION_FILE, write_whole
+from llm_policy.run_files import save_judgement
 from llm_policy.statistics import mcnemar_p, wilson_interval
 from llm_policy.tables import show
 from tasks import Comparison
@@ -190,10 +189,7 @@ class QuestionJudge:
         content = {"settings": self.settings, "baselines": baselines, "policies": rows, "questions": asked}
         shares = {name: (score.accuracy, *score.interval) for name, score in scores.items()}
         figure = shares_figure(shares, baselines, "held-out questions answered right", "95 % intervals")
-        with writing(f"--output_dir {folder}", "make room, or name another folder"):
-            folder.mkdir(parents=True, exist_ok=True)
-            figure.savefig(folder / PICTURE_FILE, dpi=120)
-            write_whole(folder / EVALUATION_FILE, json.dumps(content, indent=1) + "\n")  # last: it marks the end
+        save_judgement(folder, json.dumps(content, indent=1) + "\n", figure)
 
 
 def changes(scores: Mapping[str, Score]) -> list[str]:
