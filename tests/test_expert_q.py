@@ -404,6 +404,7 @@ def test_any_damage_is_read_or_refused_in_one_line(start, length, instead, tmp_p
     read_or_refuse(tmp_path / "any.csv")
 
 
+@pytest.mark.filterwarnings("ignore:.*rows disagree")
 @ANY_FOLDER
 @given(
     rows=strategies.lists(

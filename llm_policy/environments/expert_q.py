@@ -326,7 +326,8 @@ def read_expert_csv(path: str | Path, kind: type[TableEnvironment] = FrozenLake,
     unusable_NA = ~(np.abs(q_NA) < LARGEST_REWARD)
     if unusable_NA.any():
         row, action = np.argwhere(unusable_NA)[0]
-        raise fail(row, names[action], f"{columns[names[action]][row]!r}, expected a number below {LARGEST_REWARD:g}")
+        given = columns[names[action]][row]
+        raise fail(row, names[action], f"{given!r}, expected a finite number of less than {LARGEST_REWARD:g}")
     if "state" in columns:
         for row, (given, (_, state)) in enumerate(zip(convert("state", _whole_number), states, strict=True)):
             if given != state:
