@@ -136,12 +136,11 @@ def check_output_dir(output_dir: Path, resumes: bool, own: Collection[str] = ())
             raise InputError(f"--output_dir {output_dir}: {path.name} is not {expected}; delete it or move it away")
 
 
-def save_judgement(folder: Path, evaluation: str, picture: "Figure | None" = None) -> None:
+def save_judgement(folder: Path, evaluation: str, picture: "Figure") -> None:
     """A judgement's picture and, last because it marks a finished run, evaluation.json."""
     with writing(f"--output_dir {folder}", "make room, or name another folder"):
         folder.mkdir(parents=True, exist_ok=True)
-        if picture is not None:
-            picture.savefig(folder / PICTURE_FILE, dpi=120)
+        picture.savefig(folder / PICTURE_FILE, dpi=120)
         write_whole(folder / EVALUATION_FILE, evaluation)
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -265,6 +266,17 @@ def test_a_resumed_run_is_the_uninterrupted_one(answering_llama, tmp_path, capfd
     assert one[0]["lessons"] == 8
     checkpoints = {path.name for path in (tmp_path / "cut").glob("checkpoint-*")}
     assert checkpoints == {"checkpoint-3", copy.name}
+
+
+@pytest.mark.parametrize(("most", "is_refused"), [(3, True), (4, False), (9, False), (-1, False)])
+def test_a_run_does_not_end_before_its_checkpoint(most, is_refused, tmp_path):
+    check = partial(train_hindsight.lifecycle.check_length, "epochs", most)
+    check(None)
+    if is_refused:
+        with pytest.raises(InputError, match=r"^--epochs 3: .*checkpoint-4 has taken 4 already; give at least that$"):
+            check(tmp_path / "checkpoint-4")
+    else:
+        check(tmp_path / "checkpoint-4")
 
 
 def test_a_run_that_was_solved_and_then_killed_is_only_judged(answering_llama, tmp_path, monkeypatch):

@@ -527,7 +527,7 @@ def test_a_run_does_not_end_before_the_checkpoint_that_it_resumes_from(killed, t
     assert (out / "resolved_config.yaml").read_text() == before
 
 
-def test_a_checkpoint_is_judged_on_its_runs_lake(answering_llama, tmp_path, capfd):
+def test_a_checkpoint_is_judged_on_its_runs_lake(answering_llama, tmp_path):
     """It was judged on the slippery canonical one."""
     (tmp_path / "map.txt").write_text("SFG\n")
     out, csv = tmp_path / "out", tmp_path / "lake.csv"
@@ -535,12 +535,12 @@ def test_a_checkpoint_is_judged_on_its_runs_lake(answering_llama, tmp_path, capf
     expert_q.main(made)
     flags = ["--expert_csv", csv, "--is_slippery", "false", "--warm_start", "never", *NO_PICTURES]
     assert train_script.main(small_run(answering_llama, out, *flags)) == 0
-    capfd.readouterr()
     policies = [str(out / "checkpoint-1"), str(out)]
-    assert evaluate_policy.main(["--policies", *policies, "--samples_per_state", "0", "--episodes", "2"]) == 0
-    printed = capfd.readouterr().out
-    assert "FrozenLake-v1 SFG, not slippery" in printed
-    assert all(f"{policy}, greedy" in "".join(printed.split("\n")) or policy[-12:] in printed for policy in policies)
+    asked = ["--samples_per_state", "0", "--episodes", "2", "--output_dir", str(tmp_path / "judged")]
+    assert evaluate_policy.main(["--policies", *policies, *asked]) == 0
+    judged = json.loads((tmp_path / "judged" / "evaluation.json").read_text())
+    assert (judged["maps"], judged["is_slippery"]) == (["SFG"], False)
+    assert [row["policy"] for row in judged["policies"][-2:]] == [f"{policy}, greedy" for policy in policies]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"policies": [[1]], "format_validity": 1}'])

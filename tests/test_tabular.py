@@ -1,6 +1,7 @@
 """What tasks with a table share: maps held out, states drawn so that each action is the best one equally often."""
 
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import tasks.frozen_lake
 from llm_policy.chat import Reader
 from llm_policy.completions import parse_completion
 from llm_policy.environments.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
-from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
+from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, FrozenLake
 from llm_policy.environments.mdp import AGREEMENT_GAMMA, optimal_actions, optimal_q
 from llm_policy.environments.pictures import _lines_of_words, thoughts_figure
 from llm_policy.environments.policy_table import best_actions
@@ -19,7 +20,16 @@ from llm_policy.environments.toy_text import CliffWalking, Taxi
 from llm_policy.errors import InputError
 from llm_policy.run_files import ROOT
 from tasks.frozen_lake import exchanged, lake_words
-from tasks.tabular import MAPS_JUDGED, TableJudge, balancing_weights, exact_expert, held_out, logging_truth
+from tasks.tabular import (
+    MAPS_JUDGED,
+    ExpertArguments,
+    TableJudge,
+    balancing_weights,
+    exact_expert,
+    held_out,
+    logging_truth,
+    read_expert,
+)
 
 CSV = ROOT / "expert_demos_batched_avg_q.csv"
 
@@ -31,6 +41,19 @@ def lakes_csv(folder, maps: int, **options) -> str:
 
 
 # Maps held out -----------------------------------------------------------------------------------------------------
+
+
+def test_a_warning_of_the_reader_is_one_line(tmp_path, capsys):
+    """It was Python's own, with a line of source below it."""
+    csv = tmp_path / "expert.csv"
+    columns = ",".join(f"q_value_{name.lower()}" for name in ACTIONS)
+    csv.write_text(f"state_str,action,{columns}\nAFFF|FHFH|FFFH|HFFG,3,0.4,0.3,0.2,0.1\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        read_expert(ExpertArguments(expert_csv=str(csv)), FrozenLake)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"warning: {csv}: in 1 of 1 rows `action` is not the best by its own Q-values")
+    assert second == f"{csv}: 1 rows, 1 states, 1 map"
 
 
 def test_maps_held_out_are_not_trained_on(tmp_path):

@@ -333,7 +333,8 @@ def read_expert_csv(path: str | Path, kind: type[TableEnvironment] = FrozenLake,
             if given != state:
                 raise fail(row, "state", f"{given} contradicts state_str, which shows the agent in state {state}")
 
-    worse_N = ~optimal_actions(q_NA)[np.arange(len(q_NA)), actions_N]
+    best_NA = optimal_actions(q_NA)
+    worse_N = ~best_NA[np.arange(len(q_NA)), actions_N]
     if worse_N.any():
         row = int(worse_N.argmax())
         best = actions[q_NA[row].argmax()]
@@ -346,7 +347,6 @@ def read_expert_csv(path: str | Path, kind: type[TableEnvironment] = FrozenLake,
     index_of = {state: index for index, state in enumerate(dict.fromkeys(states))}
     index_N = np.array([index_of[state] for state in states])
     counts_P = np.bincount(index_N)
-    best_NA = optimal_actions(q_NA)
     always_best_PA = np.stack([np.bincount(index_N, best_A) for best_A in best_NA.T], axis=1) == counts_P[:, None]
     torn_P = ~always_best_PA.any(axis=1)
     if torn_P.any():

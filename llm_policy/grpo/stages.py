@@ -190,9 +190,8 @@ def save_policy(trainer: PolicyTrainer, folders: Sequence[Path], model_config: M
 def save_joined(trained: PeftModel, folders: Sequence[Path], output_dir: Path, model_config: ModelConfig) -> None:
     """Save the adapters in `folders`, which were trained on top of each other, as one on the plain base model."""
     lora = trained.peft_config["default"]
-    plain = adapters.loading_options(model_config) | {
-        "quantization_config": None
-    }  # joining looks at the adapters alone
+    # Joining looks at the adapters alone
+    plain = adapters.loading_options(model_config) | {"quantization_config": None}
     name, revision = lora.base_model_name_or_path, lora.revision or "main"
     base = load_model(name, revision=revision, answers=False, **plain)  # no warm start
     adapters.joined(base, folders).save_pretrained(output_dir)

@@ -216,7 +216,7 @@ def _records(name: str, samples: Path) -> Iterator[tuple[str, Fields]]:
             numbered = [(number, json.loads(line)) for number, line in lines if line.strip()]
     except FileNotFoundError:
         raise InputError(
-            f"dataset {name}: no such file; give a file that is there, or leave it out to take the bundled samples"
+            f"dataset {name}: no such file; give a file that is there, or leave the option out for the bundled samples"
         ) from None
     except UnicodeDecodeError as error:
         raise InputError(f"dataset {name}: byte {error.start} is not UTF-8; save it as UTF-8") from None
@@ -245,7 +245,7 @@ def _hub_records(name: str) -> Iterator[tuple[str, Fields]]:
     except Exception as error:  # of the network, the hub or the dataset's own files: whatever these lead to
         raise InputError(
             f"dataset {name}: neither a .jsonl or .csv file nor a dataset that the hub gives ({first_line(error)}); "
-            "give a file, or leave it out to take the bundled samples"
+            "give a file, or leave the option out for the bundled samples"
         ) from error
     for number, record in enumerate(rows):
         yield f"{name}: row {number}", record
