@@ -359,6 +359,8 @@ def test_a_run_and_its_files(model, tmp_path, capfd, algorithm, actor):
     printed = capfd.readouterr().out
     assert printed.startswith(f"CartPole-v1, {algorithm.upper()}, actor {actor}, seed 0: 256 steps")
     assert ("reads: cart position" in printed) == (actor != "mlp")
+    for policy in ("untrained, greedy", "trained, greedy", "trained, sampled"):
+        assert f"judging {policy}: 3 fresh episodes, at most 90 steps" in printed
     assert "verdict: " in printed
     run = json.loads((out / "run.json").read_text())
     assert {"stable-baselines3", "sb3-contrib"} <= set(run["versions"])
@@ -552,10 +554,10 @@ def test_a_signal_in_the_last_update_leaves_before_the_judging(model, tmp_path, 
         with pytest.raises(SystemExit) as left:
             main(small(model, tmp_path / "run"))
     assert left.value.code == EXIT_INTERRUPTED
-    assert "judging the policies" not in (printed := capfd.readouterr().out)
+    assert "judging trained, greedy" not in (printed := capfd.readouterr().out)
     assert "written; --resume_from_checkpoint auto resumes from it" in printed
     assert main(small(model, tmp_path / "run", "--resume_from_checkpoint", "auto")) == 0
-    assert "judging the policies" in capfd.readouterr().out
+    assert "judging trained, greedy: " in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

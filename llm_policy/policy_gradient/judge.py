@@ -146,6 +146,7 @@ def episode_score(learner: Learner, arguments: PolicyGradientArguments, name: st
     generators = torch.get_rng_state()
     torch.manual_seed(arguments.seed)
     most_steps = arguments.judge_episodes * learner.environment.horizon_steps
+    print(f"judging {name}: {arguments.judge_episodes} fresh episodes, at most {most_steps:,} steps", flush=True)
     with progress(range(most_steps), f"judging {name}, at most", unit="step") as bar:
         totals, _ = evaluate_policy(
             _WithNoise(learner, env.num_envs), env, arguments.judge_episodes, deterministic=is_greedy,

@@ -50,8 +50,6 @@ def train(folder: Path, arguments: PolicyGradientArguments, config: str) -> None
 
     # What came of it, beside policies that look at nothing
     progress.leaves_at_once = True
-    by = "exactly" if table else f"by {arguments.judge_episodes} fresh episodes each"
-    print(f"judging the policies {by}", flush=True)
     for name in (GREEDY, SAMPLED):
         answers_of[name] = judge.answers(learner, arguments, table, name, is_greedy=name == GREEDY)
     compared = judge.compare(learner.environment, arguments, table, answers_of)
