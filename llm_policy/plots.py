@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 LINE_CHARACTERS = 85  # of a title or a label, within the width of a picture
+LINE_STYLES = ("-", ":", "--")
 PICTURES_PER_ROW = 4
 COLORS = (  # of the digits 0 to 9, those of the ARC puzzles
     "#000000", "#0074D9", "#FF4136", "#2ECC40", "#FFDC00", "#AAAAAA", "#F012BE", "#FF851B", "#7FDBFF", "#870C25",
@@ -33,12 +34,14 @@ def curves_figure(
     """
     title = textwrap.fill(title, LINE_CHARACTERS)
     labels = {label: textwrap.fill(label, LINE_CHARACTERS) for label in curves}
-    text_lines = sum(text.count("\n") + 1 for text in (*labels.values(), title) if text)
+    columns = 2 if len(labels) > 3 and max(map(len, labels)) <= LINE_CHARACTERS // 2 else 1
+    text_lines = sum(text.count("\n") + 1 for text in labels.values()) / columns + title.count("\n") + bool(title)
     figure = Figure(figsize=(7.0, 4.0 + 0.2 * text_lines), layout="constrained")
     axes = figure.subplots()
     for number, (label, seeds) in enumerate(curves.items()):
+        style = f"C{number}{LINE_STYLES[number // 10 % len(LINE_STYLES)]}"  # there are 10 colours
         for i, (x, y) in enumerate(seeds):
-            axes.plot(x, y, f"C{number}", marker="o", markersize=3, linewidth=1.5, label=None if i else labels[label])
+            axes.plot(x, y, style, marker="o", markersize=3, linewidth=1.5, label=None if i else labels[label])
     values = [v for seeds in curves.values() for _, y in seeds for v in y] + list(lines.values())
     label_height = -np.inf
     for i, (label, value) in enumerate(sorted(lines.items(), key=lambda line: line[1])):
@@ -50,8 +53,9 @@ def curves_figure(
     if curves:
         # The title stands in the legend: as a title of the figure it would be drawn across it.
         figure.legend(
-            loc="outside upper left", frameon=False, fontsize=8, title=title or None, title_fontsize=9, alignment="left"
-        )
+            loc="outside upper left", ncols=columns, frameon=False, fontsize=8, title=title or None, title_fontsize=9,
+            alignment="left",
+        )  # fmt: skip
     return figure
 
 

@@ -11,6 +11,8 @@ FIGURES = [
     (["ours"], ""),
     (["ours", "random search", "hill climbing"], "FrozenLake-v1, seed 11"),
     (["ours, " + LONG, "random search"], LONG),
+    ([f"PPO, actor {number} (3 seeds)" for number in range(12)], "FrozenLake-v1"),
+    (["ours, " + LONG, *"abcd"], ""),
 ]
 
 
@@ -34,3 +36,16 @@ def test_seeds_share_a_colour_and_a_label():
     assert others == [first] * 2
     assert last != first
     assert [line.get_label() for line in axes.get_lines() if not line.get_label().startswith("_")] == ["ours", "theirs"]
+
+
+def test_no_two_curves_look_the_same():
+    axes = curves_figure({str(number): CURVE for number in range(21)}, {}, "minutes", "return").axes[0]
+    assert len({(line.get_color(), line.get_linestyle()) for line in axes.get_lines()}) == 21
+
+
+@pytest.mark.parametrize(("labels", "columns"), [(3, 1), (4, 2)])
+def test_many_short_labels_stand_in_two_columns(labels, columns):
+    figure = curves_figure({f"number {number}": CURVE for number in range(labels)}, {}, "minutes", "return")
+    figure.savefig("/dev/null", format="png")
+    (legend,) = figure.legends
+    assert len({round(text.get_window_extent().x0) for text in legend.get_texts()}) == columns

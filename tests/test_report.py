@@ -374,6 +374,13 @@ def test_the_curves_of_episodes_are_drawn(results):
     assert pictures == {f"policy_gradient_CartPole_{axis}.png" for axis in ("steps", "episodes", "minutes")}
 
 
+@pytest.mark.parametrize(("lines", "points"), [(3, [(3, 2.0)]), (8, [(8, 4.5)]), (10, [(2, 1.5), (10, 6.5)])])
+def test_the_last_point_of_a_curve_is_a_mean_of_as_many_as_the_others(lines, points):
+    metrics = [{"step": 0}, *({"step": n, "mean_return_of_25_episodes": float(n)} for n in range(1, lines + 1))]
+    x, y = policy_gradient._episode_curve({"metrics": metrics}, lambda line: line["step"])
+    assert list(zip(x, y, strict=True)) == points
+
+
 @pytest.mark.parametrize("name", ["evaluation.json", "run.json", "metrics.jsonl", "minutes.txt"])
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"a": ', "\x00"])
 def test_a_damaged_policy_gradient_is_one_line(results, name, text):

@@ -175,8 +175,9 @@ def write_episode_curves() -> None:
 
 
 def _episode_curve(seed: dict, x_of: Callable[[dict], float]) -> tuple[list[float], list[float]]:
-    """Means of `LINES_PER_POINT` neighbouring lines: 25 episodes of 0 or 1 alone are mostly chance."""
+    """Means of `LINES_PER_POINT` neighbouring lines, the first of fewer: 25 episodes of 0 or 1 are mostly chance."""
     lines = [line for line in seed["metrics"] if "mean_return_of_25_episodes" in line]
-    groups = [lines[i : i + LINES_PER_POINT] for i in range(0, len(lines), LINES_PER_POINT)]
+    ends = range(len(lines), 0, -LINES_PER_POINT)
+    groups = [lines[max(0, end - LINES_PER_POINT) : end] for end in reversed(ends)]
     means = [float(np.mean([line["mean_return_of_25_episodes"] for line in group])) for group in groups]
     return [x_of(group[-1]) for group in groups], means
