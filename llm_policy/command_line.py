@@ -272,13 +272,12 @@ def short_help(
     shown = [field for field in own_fields(own) if field.name not in rare]
     given = read_config(str(default_config), groups, own) if default_config else {}
     rows += [(f"--{field.name} {default_text(field, given)}".rstrip(), field.metadata["help"]) for field in shown]
-    if rare:
-        rows.append(("--help_all", "List those that few change as well."))
     others = [group for group in groups if group not in own]
-    if others:
-        owner = "TRL's " if all(group.__module__.startswith("trl.") for group in others) else ""
-        names = " and ".join(group.__name__ for group in others)
-        rows.append(("--help_all", f"List the options of {owner}{names} as well."))
+    owner = "TRL's " if all(group.__module__.startswith("trl.") for group in others) else ""
+    more = ["those that few change"] * bool(rare)
+    more += [f"those of {owner}{' and '.join(group.__name__ for group in others)}"] * bool(others)
+    if more:
+        rows.append(("--help_all", f"List all options: {', and '.join(more)}, too."))
     # The width of the first column that needs the fewest lines: a longer option has its help below it.
     tables = [table_lines(rows, width, columns) for width in range(16, max(17, columns // 2))]
     title = "options and their defaults:"

@@ -124,7 +124,7 @@ def check_output_dir(output_dir: Path, resumes: bool, own: Collection[str] = ())
     names = {path.name for path in output_dir.iterdir()}
     if not resumes and (CONFIG_FILE in names or any(output_dir.glob("checkpoint-*"))):
         resume = "" if own else ", delete it, or resume it with --resume_from_checkpoint auto"
-        raise InputError(f"--output_dir {output_dir}: holds another run; choose another folder{resume}")
+        raise InputError(f"--output_dir {output_dir}: holds a run; choose another folder{resume}")
     strange = names - {*(own if EVALUATION_FILE in names else ()), *HANDED_OVER, ".lock"}
     others = sorted(name for name in strange if not name.endswith(".partial"))  # what a killed process was writing
     if others and CONFIG_FILE not in names:

@@ -69,10 +69,12 @@ def sample_completions(
         for first in progress(firsts, "asking the model", unit="batch"):  # many maps: minutes on a CPU
             batch = prompts[first : first + prompts_per_batch]
             guessed = guesses and guesses[first : first + prompts_per_batch]
-            noise = noise_RT[first * completions_per_prompt :][: len(batch) * completions_per_prompt]
-            completions.extend(
-                _sample_batch(model, batch, generation_config, completions_per_prompt, allowed_tokens, guessed, noise)
-            )
+            for place in range(0, completions_per_prompt, rows_per_batch):  # once, unless a prompt has more than fit
+                group = min(rows_per_batch, completions_per_prompt - place)
+                noise = noise_RT[first * completions_per_prompt + place :][: len(batch) * group]
+                completions.extend(
+                    _sample_batch(model, batch, generation_config, group, allowed_tokens, guessed, noise)
+                )
     finally:
         model.generation_config = shipped
         model.train(was_training)

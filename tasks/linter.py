@@ -77,6 +77,7 @@ def lint(
         *cut_replies(replies, tokenizer, max_completion_tokens),
         *(_unsaid_dynamics(prompts, lake.is_slippery) if lake else ()),
         *(_lake_dynamics(expert, lake.is_slippery) if lake else _dynamics(expert)),
+        *_states_without_rows(expert),
         *_overlap(expert, unseen),
         *_weak_rewards(expert, shaping),
     ]
@@ -250,8 +251,9 @@ def _dynamics(expert: pd.DataFrame) -> list[Finding]:
     if not here > WRONG_DYNAMICS:
         return []
     message = (
-        f"mean Bellman residual {here:.3f} of the largest Q, 0 is exact; average more learners, or take "
-        "--method value_iteration (python -m llm_policy.environments.expert_q)"
+        f"mean Bellman residual {here:.3f} of the largest Q, 0 is exact with Gymnasium's rewards. With rewards of your "
+        "own pass over this; else average more learners, or take --method value_iteration "
+        "(python -m llm_policy.environments.expert_q)"
     )
     return [Finding("rough Q-values", message)]
 
@@ -268,6 +270,20 @@ def _lake_dynamics(expert: pd.DataFrame, is_slippery: bool) -> list[Finding]:
         f"the latter; use --is_slippery {str(not is_slippery).lower()} or another CSV"
     )
     return [Finding("wrong dynamics", message, is_error=True)]
+
+
+def _states_without_rows(expert: pd.DataFrame) -> list[Finding]:
+    """States in which the policy is asked for an action, and of which the expert says nothing."""
+    acting = {(environment, state) for environment in set(expert["environment"]) for state in environment.acting_states}
+    missing = acting - set(zip(expert["environment"], expert["state"], strict=True))
+    if not missing:
+        return []
+    first = min(environment.state_text(state) for environment, state in missing)
+    message = (
+        f"{len(missing)} of {len(acting)} states in which an agent acts, first {first}: nothing teaches what to do "
+        "there; expert_q writes all with --rows states"
+    )
+    return [Finding("states without rows", message)]
 
 
 def _overlap(expert: pd.DataFrame, unseen: Sequence[TableEnvironment]) -> list[Finding]:

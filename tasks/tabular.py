@@ -450,15 +450,15 @@ def _key(prompt: Messages) -> str:
 class ComputedExpertArguments(ExpertArguments):
     """Options of an environment without maps: its exact expert need not be read from a file.
 
-    A task gives `observation` and `thought` their defaults, and says what else they can be.
+    A task that has several observations or thoughts names them, and gives both options their defaults.
     """
 
-    observations: ClassVar[Collection[str]] = ()
-    thoughts: ClassVar[Collection[str]] = ()
+    observations: ClassVar[Collection[str]] = ("plain",)
+    thoughts: ClassVar[Collection[str]] = ("plain",)
 
     expert_csv: str = field(default="", metadata={"help": "The expert's Q-values. Default: exact ones, computed."})
-    observation: str = ""
-    thought: str = ""
+    observation: str = field(default="plain", metadata={"help": "What the model sees: this task has one way."})
+    thought: str = field(default="plain", metadata={"help": "What the warm start teaches it to think: one way, too."})
 
     def __post_init__(self) -> None:
         check_choices(self, {"observation": tuple(self.observations), "thought": tuple(self.thoughts)})

@@ -291,7 +291,7 @@ options and their defaults (without --config, configs/laptop.yaml is read):
   --csv ""                 Must be given, says its reader.
   --maps 4x4 8x8           Several values.
   --counts                 Several numbers.
-  --help_all               List the options of TRL's Foreign as well.
+  --help_all               List all options: those of TRL's Foreign, too.
 
 exit codes: 0 done, 2 the input cannot be used (one line says why), 75 interrupted
 """
@@ -326,7 +326,7 @@ def test_help_asks_for_no_required_option_and_names_it(capsys):
 def test_own_groups_can_be_named(capsys):
     text = printed_help(capsys, "--help", groups=(Small, Required), own=[Required])
     assert "  --seed" not in text
-    assert "List the options of Small as well." in " ".join(text.split())
+    assert "List all options: those of Small, too." in " ".join(text.split())
 
 
 @pytest.mark.parametrize("flag", ["--help_all", "--help-all"])

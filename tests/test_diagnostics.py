@@ -141,6 +141,15 @@ def test_stops_where_the_optimum_is_steady(optimal, step, stop_when, monkeypatch
     assert stops == [step is not None and n >= step for n in range(1, len(optimal) + 1)]
 
 
+@pytest.mark.parametrize(("earned", "stops"), [(1.0, True), (0.9, False)])
+def test_mean_stops_where_all_completions_earn_the_most(earned, stops):
+    trainer = SimpleNamespace(_metrics={"train": {}}, last_rewards=torch.full((4,), earned))
+    diagnostics = PolicyDiagnostics(trainer, None, 0, "mean", {}, full_reward=1.0)
+    control = SimpleNamespace(should_training_stop=False)
+    diagnostics.on_step_end(ARGUMENTS, SimpleNamespace(global_step=1, max_steps=9), control)
+    assert control.should_training_stop == stops
+
+
 def test_it_waits_for_the_policy_that_samples(monkeypatch):
     """Greedily optimal from the first evaluation on, sampled from the fourth; the samples leave no trace."""
     percents = iter([60.0, 97.9, 98.0])
@@ -230,6 +239,16 @@ def test_seconds_go_on_after_a_resume(tmp_path):
     path.write_text('{"step": 1, "seconds": 100.0}\n{"step": 2, "seconds": 200.0}\n')
     log_steps(path, 1, 2)
     assert 100 <= json.loads(path.read_text().splitlines()[-1])["seconds"] < 110
+
+
+def test_the_time_left_is_that_of_the_steps_that_are_left(tmp_path, capsys):
+    lines = MetricsFile(tmp_path / "metrics.jsonl", may_end_early=True)
+    state = SimpleNamespace(global_step=4, max_steps=10, is_world_process_zero=True)
+    lines.on_train_begin(None, state, None)
+    lines.started -= 60
+    state.global_step = 6
+    lines.on_log(None, state, None, logs={"reward": 1.0})
+    assert "at most 2.0 min left" in capsys.readouterr().out
 
 
 def test_a_run_from_the_beginning_leaves_nothing_of_an_older_one(tmp_path):

@@ -398,6 +398,19 @@ def test_random_drawings_are_true(sandbox, seed):
     assert drawings[3] != RandomDrawings(sandbox, seed + 1, show_functions=False)[3]
 
 
+def test_random_rectangles_lie_apart():
+    for number in range(300):
+        code, _ = random_program(f"0 {number} 0")
+        corners = re.findall(r"draw_rectangle\(img, \((\d), (\d)\), \((\d), (\d)\)", code)
+        cells = [
+            (row, column)
+            for top, left, bottom, right in (map(int, found) for found in corners)
+            for row in range(top, bottom + 1)
+            for column in range(left, right + 1)
+        ]
+        assert len(cells) == len(set(cells))
+
+
 def test_the_reward_and_what_it_logs(sandbox, tmp_path):
     reward = PixelReward(read_target("2-vertical-lines"), sandbox, tmp_path / "found.json")
     texts = [

@@ -216,7 +216,7 @@ BAD_INPUT = [
     (["--policies", "{tmp}/model", "--observation", "pixels"], "--observation 'pixels'"),
     (["--policies", "{tmp}/model", "--max_completion_length", "500"], "context of 512 tokens"),
     (["--policies", "random", "--output_dir", "{tmp}/file.txt"], "--output_dir {tmp}/file.txt: is a file"),
-    (["--policies", "random", "--output_dir", "{tmp}/begun"], "--output_dir {tmp}/begun: holds another run; choose"),
+    (["--policies", "random", "--output_dir", "{tmp}/begun"], "--output_dir {tmp}/begun: holds a run; choose"),
     (
         ["--policies", "random", "--output_dir", "{tmp}/model"],
         "--output_dir {tmp}/model: holds ",

@@ -64,9 +64,10 @@ def test_action_tokens_spell_the_names(architecture, split_actions):
     assert {len(ids) > 1 for ids in token_ids} == {split_actions}
 
 
-def test_tokens_that_run_over_the_answer_tag_are_refused():
+@pytest.mark.parametrize("token", [">DOWN<", ">DOWN", "DOWN<"])
+def test_tokens_that_run_over_the_answer_tag_are_refused(token):
     tokenizer = copy.deepcopy(tokenizer_of("llama"))
-    tokenizer.add_tokens([AddedToken(">DOWN<", normalized=False)])
+    tokenizer.add_tokens([AddedToken(token, normalized=False)])
     with pytest.raises(InputError, match=r"'DOWN'.*--objective grpo"):
         action_token_ids(tokenizer, ACTIONS)
 

@@ -14,7 +14,15 @@ import pandas as pd
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies
 
-from llm_policy.environments.expert_q import all_columns, learn_q, main, q_columns, read_expert_csv
+from llm_policy.environments.expert_q import (
+    ExpertOptions,
+    all_columns,
+    expert_q,
+    learn_q,
+    main,
+    q_columns,
+    read_expert_csv,
+)
 from llm_policy.environments.frozen_lake import (
     ACTIONS,
     CANONICAL_GRIDS,
@@ -260,6 +268,12 @@ def test_q_learning_approaches_the_exact_q():
     short = [learn_q(FrozenLake(GRID), 0.99, runs=2, learner_steps=500, seed=seed) for seed in (0, 0, 1)]
     np.testing.assert_array_equal(short[0], short[1])
     assert (short[0] != short[2]).any()
+
+
+def test_q_learning_as_the_options_say():
+    options = ExpertOptions(method="q_learning", q_learning_steps=300, batches=2, seed=1, gamma=0.5)
+    own = learn_q(FrozenLake(GRID), 0.5, runs=2, learner_steps=300, seed=1).mean(axis=0)
+    np.testing.assert_array_equal(expert_q(FrozenLake(GRID), options), own)
 
 
 def test_q_learning_is_exact_without_slips(tmp_path):

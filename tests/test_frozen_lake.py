@@ -143,6 +143,7 @@ def test_random_grids():
     assert grids == random_grids(200, 4, seed=1)
     assert grids[:50] == random_grids(50, 4, seed=1)
     assert grids != random_grids(200, 4, seed=2)
+    assert not set(random_grids(20, 8, seed=1)) & set(random_grids(20, 8, seed=2))
     for grid in grids:
         assert check_grid(grid) == grid
         # solvable: the shortest path, followed on firm ground, arrives

@@ -128,6 +128,7 @@ def test_mujoco_does_not_warn_for_every_copy(capfd):
 
 BAD_ENVIRONMENTS = [
     ("FrozenLakee-v1", {}, r"--env_id FrozenLakee-v1: .*Did you mean: `FrozenLake`"),
+    ("KeyRoom-v0", {}, r"--env_id KeyRoom-v0: .*doesn't exist\. One of your own is named MODULE:NAME"),
     ("FrozenLake-v9", {}, "--env_id FrozenLake-v9: "),
     ("ALE/Pong-v5", {}, "--env_id ALE/Pong-v5: "),
     ("frozen lake", {}, "--env_id frozen lake: "),

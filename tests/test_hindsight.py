@@ -81,6 +81,18 @@ def test_samples_are_counted_and_some_are_sure():
     assert pupil.generations == 12
 
 
+def test_sure_samples_have_a_temperature_of_their_own(monkeypatch):
+    seen, config = [], hindsight.sampling_config
+
+    def spy(model, tokenizer, length, temperature):
+        seen.append(temperature)
+        return config(model, tokenizer, length, temperature)
+
+    monkeypatch.setattr(hindsight, "sampling_config", spy)
+    learner().sample()
+    assert seen == [0.9, 0.1]
+
+
 def test_a_learner_comes_back(tmp_path):
     one, other = learner(), learner()
     torch.manual_seed(0)
@@ -107,9 +119,9 @@ def test_a_weight_that_is_no_number_ends_the_run(monkeypatch):
 
 @pytest.fixture
 def drawing(tmp_path):
-    def make(target):
+    def make(target, **options):
         script = train_hindsight.HindsightArguments(output_dir=str(tmp_path))
-        return make_task(Arguments(target=target), script, tokenizer_of("llama"))
+        return make_task(Arguments(target=target, **options), script, tokenizer_of("llama"))
 
     return make
 
@@ -130,6 +142,31 @@ def test_what_was_drawn_becomes_the_task(drawing):
     for found in (attempts[0], attempts[3]):
         ran = task.judge.sandbox.run_all([code_of(found.reply)], [[0, 0], [0, 0]])[0]
         assert ran.grid == json.loads(found.outcome)
+
+
+@pytest.mark.parametrize("show_functions", [True, False])
+def test_the_functions_are_shown_everywhere_or_nowhere(show_functions, drawing):
+    task = drawing("2-vertical-lines", show_functions=show_functions)
+    (attempt,) = task.attempts([reply(program("draw_pixel(img, (0, 0), 1)"))], 0)
+    prompts = [task.judge.prompt, task.lessons[0][0], attempt.prompt]
+    assert ["draw_line(img" in prompt[-1]["content"] for prompt in prompts] == [show_functions] * 3
+
+
+def test_a_picture_is_learnt_when_all_programs_draw_it(drawing):
+    judge, perfect = drawing("2-vertical-lines").judge, reply(program("return [[1, 2], [1, 2]]"))
+    half = judge.judgement({"texts": [perfect, "no program"]})
+    assert half.metrics == {"best": 1.0, "mean": 0.5, "solved": 0.5, "failed": 0.5}
+    assert not half.is_optimal
+    assert judge.judgement({"texts": [perfect] * 2}).is_optimal
+
+
+def test_what_the_task_cannot_do_is_refused(drawing, tmp_path):
+    script = train_hindsight.HindsightArguments(output_dir=str(tmp_path))
+    script.logging_steps = 5
+    with pytest.raises(InputError, match="--logging_steps 5"):
+        make_task(Arguments(), script, tokenizer_of("llama"))
+    with pytest.raises(InputError, match="wanted"):
+        drawing_task.make_judge({"wanted": [[10]]}, None, 0, 0)
 
 
 class Scripted(HindsightLearner):
@@ -163,6 +200,17 @@ def test_a_learner_that_knows_one_function_solves_two_lines_in_three_epochs(draw
     assert pupil.epoch <= 3
     assert [line["drawing/best"] for line in metrics_of(tmp_path)] == [0.5, 1.0]
     assert json.loads((tmp_path / "found.json").read_text())["generation"] == 18 + 1
+
+
+@pytest.mark.parametrize(("stop_when", "epochs"), [("best", 1), ("never", 3)])
+def test_a_perfect_program_ends_a_run_unless_it_never_ends(stop_when, epochs, drawing, tmp_path):
+    task = drawing("2-vertical-lines")
+    script = train_hindsight.HindsightArguments(epochs=3, stop_when=stop_when, output_dir=str(tmp_path))
+    pupil = Scripted(task)
+    pupil.sample = lambda: [reply(program("return [[1, 2], [1, 2]]"))]
+    pupil.learn = lambda lessons: None
+    train_hindsight.replay(pupil, task, script, tmp_path, None, train_hindsight.lifecycle.StopOnSignal(1), [])
+    assert pupil.epoch == epochs
 
 
 # The script --------------------------------------------------------------------------------------------------------
@@ -208,7 +256,7 @@ def test_a_run_and_its_files(answering_llama, tmp_path, capfd):
     # The same command again shows the result, and another one is refused
     assert train_hindsight.main([*argv, "--resume_from_checkpoint", "auto"]) == 0
     assert "holds a finished run" in capfd.readouterr().out
-    with pytest.raises(InputError, match="holds another run"):
+    with pytest.raises(InputError, match="holds a run"):
         train_hindsight.main(argv)
     with pytest.raises(InputError, match=r"--samples 7: .* was begun with 6"):
         train_hindsight.main([*argv, "--resume_from_checkpoint", "auto", "--samples", "7"])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from llm_policy.environments import judge
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake, lake_mdp, random_grids
 from llm_policy.environments.judge import (
     EvaluatedPolicy,
@@ -321,6 +322,25 @@ def test_evaluation_of_several_maps_names_every_action(tmp_path):
         assert percent == pytest.approx(score.percent_of_optimal, abs=0.01)
     with Image.open(tmp_path / "policy.png") as picture:
         assert picture.size == (3 * 3.0 * 120, 3.7 * 120)
+
+
+def test_the_picture_of_many_maps_shows_the_last_greedy_policy_from_worst_to_best(tmp_path, monkeypatch):
+    lakes = [FrozenLake(("S" + "F" * n + "G",), is_slippery=False) for n in range(1, 7)]
+    states = [len(lake.grid[0]) for lake in lakes]
+    named = {
+        "untrained, greedy": [constant_policy(n, LEFT, 4) for n in states],
+        "trained, greedy": [constant_policy(n, UP if i else RIGHT, 4) for i, n in enumerate(states)],
+    }
+    titles, draw = [], judge.policy_figure
+    monkeypatch.setattr(judge, "policy_figure", lambda panels: titles.extend(p[0] for p in panels) or draw(panels))
+    save_evaluation(evaluate_policies(named, lakes, episodes=6), lakes, {}, tmp_path)
+    assert titles == ["trained, greedy\n0 % of optimal"] * 4 + ["trained, greedy\n100 % of optimal"]
+
+
+def test_each_map_is_simulated_with_chance_of_its_own():
+    policy_SA = optimal_policy(LAKE.mdp)
+    judged = evaluate_policies({"x": [policy_SA] * 2}, [LAKE] * 2, episodes=200)[-1]
+    assert judged.simulated_successes == sum(simulated_successes(LAKE, policy_SA, None, 100, seed) for seed in (0, 1))
 
 
 def test_evaluation_of_the_cliff(tmp_path):

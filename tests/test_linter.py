@@ -72,6 +72,13 @@ def test_a_template_that_cuts_what_the_user_says_makes_one_prompt_of_several_sta
     assert rules_of(tokenizer)["one prompt, several states"]
 
 
+def test_states_of_which_the_expert_says_nothing_are_named(tokenizers):
+    table = table_of()
+    findings = [str(finding) for finding in findings_of(tokenizers["llama"], table[1:].reset_index(drop=True))]
+    start = f"warning: states without rows: 1 of 11 states in which an agent acts, first {table['state_str'][0]}: "
+    assert [finding.startswith(start) for finding in findings].count(True) == 1
+
+
 def test_the_original_prompt_has_every_fault_that_it_is_known_for(tokenizers):
     found = findings_of(tokenizers["llama"], observation="original")
     assert {f.rule: f.is_error for f in found} == {

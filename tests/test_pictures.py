@@ -8,9 +8,11 @@ import pytest
 from PIL import Image
 
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
+from llm_policy.environments.gym_table import GymTable
 from llm_policy.environments.mdp import AGREEMENT_GAMMA, greedy_policy, optimal_actions, optimal_q
-from llm_policy.environments.pictures import policy_figure
-from llm_policy.environments.toy_text import CliffWalking, Taxi
+from llm_policy.environments.pictures import CELL_COLOURS, policy_figure
+from llm_policy.environments.table_environment import Drawing
+from llm_policy.environments.toy_text import CliffWalking, Taxi, gym_tables
 
 LEFT, DOWN, RIGHT, UP = range(4)
 GREEN, RED = (matplotlib.colors.to_rgb(colour) for colour in ("#1a8a4a", "#c0392b"))
@@ -103,6 +105,26 @@ def test_actions_without_direction_are_letters():
     assert [text.get_text() for text in two] == ["P", "D"]
     assert two[0].get_position()[0] < 2.4 < 2.6 < two[1].get_position()[0]
     assert two[0].get_fontsize() < 0.6 * everywhere[2, 2][0].get_fontsize()
+
+
+def test_letters_without_a_colour_stand_on_ground():
+    class WithKey(CliffWalking):
+        def drawings(self):
+            return [Drawing("", ("K..", "..G"), {(0, 0): 0})]
+
+    (axes,) = policy_figure([panel("", WithKey())]).axes
+    grounds = [patch.get_facecolor() for patch in axes.patches if isinstance(patch, matplotlib.patches.Rectangle)]
+    assert grounds[:5] == [matplotlib.colors.to_rgba(CELL_COLOURS["."])] * 5
+    assert grounds[5] == matplotlib.colors.to_rgba(CELL_COLOURS["G"])
+    assert "K" in {text.get_text() for text in axes.texts}
+    assert gym_tables()["CliffWalking-v1"] is CliffWalking
+
+
+def test_a_table_without_a_picture_of_its_own_shows_its_states_by_number():
+    (drawing,) = GymTable.drawings(CliffWalking())
+    assert (len(drawing.cells), len(drawing.cells[0])) == (6, 7)  # 37 states
+    assert [drawing.state_of[cell] for cell in ((0, 0), (1, 0), (5, 1))] == [0, 7, 36]
+    assert drawing.labels[5, 1] == "36"
 
 
 def test_walls_and_places_of_the_taxi():

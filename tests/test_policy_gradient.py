@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import signal
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -18,6 +19,7 @@ from tqdm import tqdm
 
 pytest.importorskip("sb3_contrib", reason="requirements-policy-gradient.txt")
 
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from sb3_contrib import TRPO
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -30,7 +32,13 @@ from llm_policy.models import load_model, load_tokenizer
 from llm_policy.policy_gradient import judge, progress
 from llm_policy.policy_gradient import learner as learners
 from llm_policy.policy_gradient.arguments import CONFIGS, PolicyGradientArguments, default_config, read_arguments
-from llm_policy.policy_gradient.environments import EnvironmentSpec, make_vec_env, set_statistics, statistics_of
+from llm_policy.policy_gradient.environments import (
+    EnvironmentSpec,
+    check_spaces,
+    make_vec_env,
+    set_statistics,
+    statistics_of,
+)
 from llm_policy.policy_gradient.judge import load_run, policy_table, table_of
 from llm_policy.policy_gradient.learner import make_learner
 from llm_policy.policy_gradient.trpo import FewPassesTRPO
@@ -297,6 +305,46 @@ def test_statistics_come_back():
     assert np.array_equal(first.normalize_reward(np.ones(2)), second.normalize_reward(np.ones(2)))
 
 
+@pytest.mark.parametrize("variance", [math.nan, -1.0])
+def test_damaged_statistics_are_refused(variance):
+    env = make_vec_env(
+        EnvironmentSpec("CartPole-v1", {}, None), 1, normalizes_observations=True, normalizes_rewards=True, gamma=0.9
+    )
+    statistics = statistics_of(env)
+    statistics["obs_rms"]["var"][0] = variance
+    with pytest.raises(ValueError, match="obs_rms: expected numbers, and no variance below 0"):
+        set_statistics(env, statistics)
+
+
+def test_a_text_is_made_of_scaled_numbers(model):
+    """Rewards are scaled by the discounted return, whose discount is the algorithm's; one-hot states are no numbers."""
+    options = {"mlp": (), "frozen": ("--actor", "frozen"), "lake": ("--env_id", "FrozenLake-v1", "--normalize", "true")}
+    envs = {name: learners.training_env(arguments_of(model, *more), 1) for name, more in options.items()}
+    assert {name: env.norm_obs for name, env in envs.items()} == {"mlp": False, "frozen": True, "lake": False}
+    assert not envs["frozen"].norm_reward
+    assert learners.training_env(arguments_of(model, "--gamma", "0.9"), 1).gamma == 0.9
+
+
+@pytest.mark.parametrize(
+    "space", [gymnasium.spaces.Discrete(3, start=1), gymnasium.spaces.Box(-np.inf, np.inf, (1,))], ids=["start", "open"]
+)
+def test_actions_that_the_actor_cannot_take_are_refused(space):
+    env = SimpleNamespace(observation_space=gymnasium.spaces.Discrete(2), action_space=space)
+    with pytest.raises(InputError):
+        check_spaces(env, "Some-v0")
+
+
+def test_options_of_the_networks_reach_them(model):
+    options = ("--activation", "relu", "--log_std_init", "-1", "--ortho_init", "false")
+    policy = make_learner(arguments_of(model, "--env_id", "Pendulum-v1", *options)).policy
+    assert isinstance(policy.mlp_extractor.value_net[1], torch.nn.ReLU)
+    assert set(policy.log_std.flatten().tolist()) == {-1.0}
+    assert policy.action_net.weight.norm() > 0.02  # an orthogonal one has 0.01
+    decoder = make_learner(arguments_of(model, "--actor", "lora", "--lora_alpha", "8")).reader.encoder.decoder
+    assert {m.scaling["default"] for m in decoder.modules() if isinstance(m, LoraLayer)} == {8 / 2}
+    assert make_learner(arguments_of(model, "--actor", "frozen", "--center", "false")).reader.encoder.spread == 1.0
+
+
 def test_an_interval_of_few_episodes_is_wide():
     """Student's t of four degrees of freedom is 2.776, where a normal distribution has 1.96."""
     score = judge.EpisodeScore.of("a", [1.0, 2.0, 3.0, 4.0, 5.0])
@@ -358,6 +406,8 @@ def test_a_run_and_its_files(model, tmp_path, capfd, algorithm, actor):
     ]  # fmt: skip
     printed = capfd.readouterr().out
     assert printed.startswith(f"CartPole-v1, {algorithm.upper()}, actor {actor}, seed 0: 256 steps")
+    lora = "-lora" * ((actor, algorithm) == ("lora", "ppo"))
+    assert f"\nsettings: configs/policy_gradient/{algorithm}/CartPole{lora}.yaml\n" in printed
     assert ("reads: cart position" in printed) == (actor != "mlp")
     for policy in ("untrained, greedy", "trained, greedy", "trained, sampled"):
         assert f"judging {policy}: 3 fresh episodes, at most 90 steps" in printed
@@ -367,6 +417,14 @@ def test_a_run_and_its_files(model, tmp_path, capfd, algorithm, actor):
     # A second call shows it
     assert main(small(model, out, "--actor", actor, "--algorithm", algorithm, "--resume_from_checkpoint", "auto")) == 0
     assert "holds a finished run" in capfd.readouterr().out
+
+
+def test_checkpoints_and_lines_come_as_often_as_asked(model, tmp_path, monkeypatch):
+    saved, save = [], progress.Progress.save
+    monkeypatch.setattr(progress.Progress, "save", lambda self: saved.append(self.num_timesteps) or save(self))
+    assert main(small(model, tmp_path / "out", "--save_steps", 128, "--logging_steps", 128)) == 0
+    assert saved == [128, 256]
+    assert [line["step"] for line in metrics_of(tmp_path / "out")] == [128, 256]
 
 
 def test_a_lake_is_judged_exactly(model, tmp_path, capfd):
@@ -643,7 +701,7 @@ def test_a_run_stands_beside_others(model, tmp_path, capfd):
         (["--env_id", "Counting-v0", "--env_options", '{"fails": "reward"}'], r"reward inf: expected numbers"),
         (["--env_id", "Counting-v0", "--env_options", '{"fails": "raises"}'], r"its step failed: ZeroDivisionError by"),
         (["--env_options", "[1]"], r"--env_options '\[1\]': expected a JSON object"),
-        (["--timesteps", "63"], r"--timesteps 63: one update alone takes 64; expected at least that"),
+        (["--timesteps", "63"], r"--timesteps 63: one update alone takes 64 \(n_steps 32 x n_envs 2\); give more"),
         (["--batch_size", "48"], r"--batch_size 48: an update has 64 steps .* expected a divisor"),
         (["--n_envs", "0"], r"--n_envs 0: expected an integer of at least 1"),
         (["--gamma", "1.5"], r"--gamma 1.5: expected a number above 0, at most 1"),
@@ -697,7 +755,7 @@ def test_another_policys_file_is_refused(model, finished, tmp_path):
 
 
 def test_a_folder_with_another_run_is_left_alone(model, finished):
-    with pytest.raises(InputError, match=r"holds another run"):
+    with pytest.raises(InputError, match=r"holds a run"):
         main(small(model, finished, "--seed", 5))
     with pytest.raises(InputError, match=r"--seed 5: .* was begun with the default"):
         main(small(model, finished, "--seed", 5, "--resume_from_checkpoint", "auto"))

@@ -421,7 +421,7 @@ def test_a_killed_run_is_not_overwritten_by_chance(answering_llama, tmp_path):
     (out / ".lock").unlink()  # the kill left it, and freed it
     files = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert run(arguments, log) == EXIT_INPUT_ERROR
-    assert "holds another run" in log.read_text()
+    assert "holds a run" in log.read_text()
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == files
 
 

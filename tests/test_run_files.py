@@ -310,7 +310,7 @@ def test_a_folder_with_another_run_is_not_written_to(tmp_path):
         else:
             trace.touch()
             check_output_dir(trace.parent, resumes=True)
-        with pytest.raises(InputError, match=f"^--output_dir {trace.parent}: holds another run; choose another folder"):
+        with pytest.raises(InputError, match=f"^--output_dir {trace.parent}: holds a run; choose another folder"):
             check_output_dir(trace.parent, resumes=False)
     (tmp_path / "file").touch()
     for resumes in (False, True):
@@ -348,7 +348,7 @@ def test_an_evaluation_replaces_its_own_files_and_no_runs(tmp_path):
     with pytest.raises(InputError, match=r"holds policy.png, but no run"):
         check_output_dir(tmp_path, False, own=("evaluation.json", "policy.png"))
     (tmp_path / CONFIG_FILE).touch()
-    with pytest.raises(InputError, match=r"holds another run; choose another folder$"):
+    with pytest.raises(InputError, match=r"holds a run; choose another folder$"):
         check_output_dir(tmp_path, False, own=("evaluation.json", "policy.png"))
 
 

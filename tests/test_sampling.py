@@ -92,6 +92,22 @@ def test_the_batch_size_changes_nothing(rows_per_batch):
     assert sample_completions(model, PROMPTS, config, GROUP, rows_per_batch) == expected
 
 
+@pytest.mark.parametrize("rows_per_batch", [1, GROUP, 2 * GROUP + 1])
+def test_each_batch_has_random_numbers_of_its_own(rows_per_batch):
+    def drawn(rows: int) -> list[list[int]]:
+        torch.manual_seed(0)
+        return sample_completions(random_policy("llama"), PROMPTS, generation(), GROUP, rows)
+
+    assert drawn(rows_per_batch) == drawn(100)
+
+
+def test_no_more_rows_than_asked_for_are_decoded_at_once():
+    model = random_policy("llama")
+    shapes = model_passes(model)
+    assert len(sample_completions(model, PROMPTS[:1], generation(), 10, rows_per_batch=4)) == 10
+    assert max(shape[0] for shape in shapes) == 4
+
+
 def test_an_end_token_ends_its_completion_and_stays_in_it():
     model = random_policy("llama")
     free = [generated_alone(model, prompt, generation(**GREEDY)) for prompt in PROMPTS]

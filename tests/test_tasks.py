@@ -1,17 +1,22 @@
 """The contract: a task is one file and one entry; it trains, resumes and is judged; what it lacks is one line."""
 
+import importlib
 import json
+import re
 import sys
 
 import arithmetic_task
+import gymnasium
 import pytest
 import torch
 from conftest import interrupted_at_step
 from safetensors.torch import load_file
 from test_train_script import metrics_of, small_run
 
+import evaluate_policy
 import tasks
 import train_script
+from llm_policy.environments.gym_table import GymTable
 from llm_policy.errors import InputError, run_script
 
 NO_PICTURES = ("--report_to", "none")
@@ -123,3 +128,62 @@ def test_environments_without_maps_train_and_are_judged(name, taught, tmp_path):
     assert judged["optimal"]["return_at_horizon"] == pytest.approx({"cliff_walking": -13, "taxi": 7.93}[name])
     assert "trained, greedy" in judged
     assert (tmp_path / "out/policy.png").stat().st_size > 1000
+
+
+# The game of docs/tasks.md -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def key_room(monkeypatch, tmp_path):
+    """The module that the page shows, as it stands there."""
+    text = (train_script.run_files.ROOT / "docs/tasks.md").read_text()
+    (code,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class KeyRoom(" in code]
+    (tmp_path / "key_room.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(tasks.TASKS, "key_room", "key_room")
+    yield importlib.import_module("key_room")
+    del sys.modules["key_room"], GymTable.known["KeyRoom-v0"], gymnasium.registry["KeyRoom-v0"]
+
+
+def test_a_game_of_ones_own_trains_and_is_judged(key_room, taught, tmp_path):
+    out = tmp_path / "out"
+    arguments = small_run(taught("llama"), out, *NO_PICTURES, "--task", "key_room", "--episodes", "5")
+    arguments[arguments.index("--config") + 1] = str(train_script.run_files.ROOT / "configs/cliff_walking.yaml")
+    assert train_script.main([*arguments, "--max_steps", "1", "--samples_per_state", "0"]) == 0
+    judged = {row["policy"]: row for row in json.loads((out / "evaluation.json").read_text())["policies"]}
+    assert judged["optimal"]["return_at_horizon"] == pytest.approx(6)  # four steps to the key at -1 each, the door
+    assert judged["optimal"]["success_probability"] == pytest.approx(1)
+    assert "trained, greedy" in judged
+    assert (out / "policy.png").stat().st_size > 1000
+    assert evaluate_policy.main(["--policies", str(out), "random", "expert", "--episodes", "5"]) == 0
+
+
+def test_a_game_of_ones_own_is_played_by_ppo_and_judged_exactly(key_room, tmp_path):
+    pytest.importorskip("stable_baselines3")
+    train = importlib.import_module("train_policy_gradient").main
+    options = ("--timesteps", "128", "--n_envs", "2", "--n_steps", "32", "--batch_size", "32")
+    out = tmp_path / "out"
+    assert train(["--env_id", "key_room:KeyRoom-v0", *options, "--output_dir", str(out)]) == 0
+    assert json.loads((out / "run.json").read_text())["task"] == "key_room"
+    rows = json.loads((out / "evaluation.json").read_text())["policies"]
+    assert rows[0]["policy"] == "optimal"
+    assert rows[0]["return_at_horizon"] == pytest.approx(6)
+
+
+def test_a_game_that_ends_badly_has_to_say_so(key_room):
+    class Pit(key_room.KeyRoomEnv):
+        def outcome(self, state, action):
+            """A pit below the start."""
+            probability, next_state, reward, done = super().outcome(state, action)
+            return (probability, next_state, -10.0, True) if next_state % 10 == 5 else (1.0, next_state, reward, done)
+
+    gymnasium.register("PitRoom-v0", Pit)
+    unsaid = type("PitRoom", (key_room.KeyRoom,), {"env_id": "PitRoom-v0"})()
+    with pytest.raises(InputError, match=r"PitRoom-v0: the last step pays -10 or 10; say in PitRoom\.is_goal which"):
+        _ = unsaid.success_mdp
+    said = type("Said", (key_room.KeyRoom,), {"env_id": "PitRoom-v0", "is_goal": lambda self, state: state == 19})()
+    down, right = said.actions.index("DOWN"), said.actions.index("RIGHT")
+    assert said.success_mdp.rewards_SA[0, down] == 0
+    assert said.success_mdp.rewards_SA[18, right] == said.success_mdp.rewards_SA[14, down] == 1
+    assert said.success_mdp.rewards_SA.sum() == 2 + 2  # from the last cell itself, where nobody comes
+    del GymTable.known["PitRoom-v0"], gymnasium.registry["PitRoom-v0"]

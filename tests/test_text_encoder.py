@@ -60,6 +60,14 @@ def test_each_text_is_read_once(folder):
     assert (encoder.asked, encoder.known, encoder.hit_rate) == (16, 8, 0.5)
 
 
+def test_an_update_forgets_nothing_of_a_frozen_model(folder):
+    encoder = encoder_of(folder)
+    encoder.set_training(True)
+    encoder.read(["a", "b"])
+    encoder.read(["a", "b"])
+    assert (encoder.asked, encoder.known) == (4, 2)
+
+
 def test_what_is_kept_is_bounded(folder, monkeypatch):
     encoder = encoder_of(folder)
     monkeypatch.setattr(text_encoder, "KEPT_BYTES", 3 * 4 * encoder.size)

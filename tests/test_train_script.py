@@ -621,8 +621,8 @@ BAD_INPUT = [
     (["--model_name_or_path", "{tmp}/empty"], "{tmp}/empty: is an empty folder"),
     (["--model_name_or_path", "{tmp}/file"], "{tmp}/file: is a file"),
     # The output folder
-    (["--output_dir", "{tmp}/other"], "--output_dir {tmp}/other: holds another run"),
-    (["--output_dir", "{tmp}/half"], "--output_dir {tmp}/half: holds another run"),
+    (["--output_dir", "{tmp}/other"], "--output_dir {tmp}/other: holds a run"),
+    (["--output_dir", "{tmp}/half"], "--output_dir {tmp}/half: holds a run"),
     (["--output_dir", "{tmp}/file"], "--output_dir {tmp}/file: is a file"),
     (["--output_dir", "{tmp}/file/sub"], "--output_dir {tmp}/file/sub: cannot be written"),
     (["--output_dir", "/proc/no"], "--output_dir /proc/no: cannot be written"),

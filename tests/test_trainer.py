@@ -227,6 +227,12 @@ SKIPS = {
 }
 
 
+def test_completions_that_skip_the_pass_leave_the_logged_entropy_as_it_is(tmp_path):
+    kinds = (PolicyTrainer, GRPOTrainer)
+    own, stock = (trained(kind, "llama", tmp_path, rewards=ONE_UNANIMOUS)[2]["entropy"] for kind in kinds)
+    assert own == pytest.approx(stock, rel=0.1)
+
+
 @pytest.mark.parametrize("case", SKIPS)
 def test_completions_without_advantage_skip_the_pass(case, tmp_path, monkeypatch):
     options, expected = SKIPS[case]
@@ -703,6 +709,39 @@ def test_thoughts_that_differ_are_not_taught_what_pays_everywhere(tmp_path):
     assert trainer._advantages_without_luck(batch, rewards_BA).tolist() == [0.0, 0.0]
 
 
+def test_a_taught_thought_ends_where_its_padding_begins(tmp_path):
+    taught = [in_tokens(tokenizer_of("llama"), f"<think>{'at ' * n}</think><answer>UP</answer>") for n in (1, 5, 9)]
+    trainer = expected_trainer("llama", tmp_path, guesses=lambda rows: [taught[row["row"]] for row in rows])
+    trainer.expected.thought_coef = 0.5
+    rows = [trainer.train_dataset[row] for row in range(3) for _ in range(GROUP)]
+    mask_BT = trainer._generate_and_score_completions(rows)["taught_mask"]
+    assert mask_BT.sum(1).tolist() == [len(ids) for ids in taught for _ in range(GROUP)]
+
+
+def test_a_group_that_is_cut_counts_as_one(tmp_path, monkeypatch):
+    trainer = expected_trainer("llama", tmp_path)
+    trainer.num_generations, trainer.expected.form_coef = 2, 0.5
+    seen, form_loss = [], trainer.expected.form_loss
+
+    def spy(log_probabilities, exemplars, groups, device):
+        seen.append(groups)
+        return form_loss(log_probabilities, exemplars, groups, device)
+
+    monkeypatch.setattr(trainer.expected, "form_loss", spy)
+    ids = encoded(trainer, f"{THOUGHT}<answer>UP</answer>")
+    trainer._compute_loss(trainer.model, batch_of(trainer, [0, 0, 1], [ids] * 3, [0.0] * 3))
+    assert seen == [2]
+
+
+def test_one_thought_is_not_paid_for_what_its_drawn_action_earns(tmp_path):
+    trainer = expected_trainer("llama", tmp_path, objective="natural")
+    trainer.num_generations, trainer.state.max_steps, trainer.action_baseline = 2, 10, 1.0
+    texts = [f"{THOUGHT}<answer>{name}</answer>" for name in ("UP", "LEFT")]
+    batch = batch_of(trainer, [0, 0], [encoded(trainer, text) for text in texts], [0.0] * 2)
+    trainer._reward_B = ACTION_REWARDS[0][[ACTIONS.index("UP"), ACTIONS.index("LEFT")]].double()
+    assert trainer._advantages_without_luck(batch, ACTION_REWARDS[[0, 0]].double()).tolist() == [0.0, 0.0]
+
+
 def test_what_an_action_earns_everywhere_is_taken_off_and_less_of_it_with_every_step(tmp_path):
     trainer = expected_trainer("llama", tmp_path)
     teach_names(trainer)
@@ -936,6 +975,16 @@ def test_a_completion_without_an_action_is_worse_than_any_that_names_one(scale_r
     for advantages_G in natural_advantages(tmp_path, replies, rewards, scale_rewards=scale_rewards):
         assert advantages_G[3] < 0 < advantages_G[0]
         assert advantages_G[:3].tolist() == pytest.approx([advantages_G[0].item()] * 3, abs=1e-4)
+
+
+def test_advantages_scaled_by_the_batch(tmp_path):
+    """A thought of its own for each action: what it earned stays in."""
+    replies = [[f"<think>{p} {name}</think><answer>{name}</answer>" for name in ACTIONS] for p in range(3)]
+    rewards = [row.tolist() for row in ACTION_REWARDS]
+    found = natural_advantages(tmp_path, replies, rewards, scale_rewards="batch").double()
+    reward_PG = ACTION_REWARDS.double()
+    expected = (reward_PG - reward_PG.mean(1, keepdim=True)) / (reward_PG.std() + 1e-4)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 # Supervision -------------------------------------------------------------------------------------------------------

@@ -96,6 +96,9 @@ def make_gym_environment(
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         remedy = "pip install -r requirements-mujoco.txt" if "mujoco" in str(error).lower() else "install it"
         raise InputError(f"--env_id {env_id}: a package is missing ({_one_line(error)}); {remedy}") from error
+    except gymnasium.error.NameNotFound as error:
+        remedy = "" if "Did you mean" in str(error) else " One of your own is named MODULE:NAME"
+        raise InputError(f"--env_id {env_id}: {_one_line(error)}{remedy}") from error
     except gymnasium.error.Error as error:
         raise InputError(f"--env_id {env_id}: {_one_line(error)}") from error
     except InputError:

@@ -1,7 +1,7 @@
 """An environment whose transition table is known: what experts, judges, tasks and pictures ask of it.
 
-The environments are in frozen_lake.py and toy_text.py; `toy_text.ENVIRONMENTS` lists them. A new one is one class and
-one entry.
+The environments are in frozen_lake.py and toy_text.py; `toy_text.ENVIRONMENTS` lists them. A new one subclasses
+`gym_table.GymTable` and stands beside its task (docs/tasks.md).
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Drawing:
 
     Attributes:
         title: what tells this picture from the others of the same environment; "" for the only one.
-        cells: rows of letters, each with its colour in `pictures.CELL_COLOURS`.
+        cells: rows of letters; those of `pictures.CELL_COLOURS` have their own colour, others that of ground.
         state_of: (row, column) -> state, for cells in which an action is chosen.
         labels: (row, column) -> what is written there in place of the cell's letter.
         walls: (row, column) of cells with a wall between them and their neighbour on the right.

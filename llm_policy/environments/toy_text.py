@@ -2,24 +2,18 @@
 
 Both are Gymnasium's with its default dynamics, in which only Taxi's start is random. Taxi is version 4: Gymnasium no
 longer makes version 3, whose table is the same.
-
-Axes: S states, A actions, K outcomes of an action.
 """
 
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import ClassVar, Self
+from typing import ClassVar
 
-import gymnasium
 import numpy as np
 from gymnasium.envs.toy_text.taxi import MAP as TAXI_MAP
 
 from llm_policy.environments import frozen_lake
 from llm_policy.environments.frozen_lake import Arrows, Cell, FrozenLake
 from llm_policy.environments.gym_env import DEFAULT_HORIZON_STEPS
-from llm_policy.environments.mdp import MDP, mdp_from_env
+from llm_policy.environments.gym_table import GymTable
 from llm_policy.environments.table_environment import Drawing
-from llm_policy.errors import InputError
 
 TAXI_SIZE = 5
 # Between two cells of Gymnasium's map stands a wall, "|", or none, ":".
@@ -30,85 +24,7 @@ TAXI_WALLS = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class _ToyText:
-    """What CliffWalking and Taxi share: one table, made by Gymnasium, whose episodes end at the goal and nowhere else.
-
-    Attributes:
-        state_form: what `read_state` expects, in words.
-    """
-
-    env_id: ClassVar[str]
-    horizon_steps: ClassVar[int]
-    state_form: ClassVar[str]
-    pays_success: ClassVar[bool] = False  # each step costs something
-
-    def __str__(self) -> str:
-        return self.env_id
-
-    @property
-    def mdp(self) -> MDP:
-        return _mdp(self.env_id)
-
-    @property
-    def success_mdp(self) -> MDP:
-        return _success_mdp(self.env_id)
-
-    @property
-    def acting_states(self) -> list[int]:
-        return list(_acting_states(self.env_id))
-
-    def state_text(self, state: int) -> str:
-        raise NotImplementedError
-
-    @classmethod
-    def read_state(cls, text: str) -> "tuple[Self, int]":
-        """`InputError` for anything that is not the text of an acting state."""
-        environment = cls()
-        state = _states_by_text(environment).get(text.strip())
-        if state is None:
-            shown = repr(text if len(text) <= 100 else text[:97] + "...")
-            raise InputError(f"{shown} is no state of {cls.env_id}, expected {cls.state_form}")
-        return environment, state
-
-    def make(self, horizon_steps: int | None = None) -> gymnasium.Env:
-        return gymnasium.make(self.env_id, max_episode_steps=horizon_steps or self.horizon_steps)
-
-
-@cache
-def _mdp(env_id: str) -> MDP:
-    env = gymnasium.make(env_id)
-    mdp = mdp_from_env(env)
-    env.close()
-    return mdp
-
-
-@cache
-def _success_mdp(env_id: str) -> MDP:
-    mdp = _mdp(env_id)
-    return replace(mdp, rewards_SA=1.0 - mdp.probabilities_SAK.sum(axis=-1))
-
-
-@cache
-def _acting_states(env_id: str) -> tuple[int, ...]:
-    """The states that some policy can come to from a start, without those that end the episode."""
-    mdp = _mdp(env_id)
-    reached_S = mdp.start_S > 0
-    while True:
-        next_S = reached_S.copy()
-        next_S[mdp.next_states_SAK[reached_S[:, None, None] & (mdp.probabilities_SAK > 0)]] = True
-        if (next_S == reached_S).all():
-            return tuple(np.flatnonzero(reached_S).tolist())
-        reached_S = next_S
-
-
-@cache
-def _states_by_text(environment: _ToyText) -> dict[str, int]:
-    return {environment.state_text(state): state for state in environment.acting_states}
-
-
-@dataclass(frozen=True)
-class CliffWalking(_ToyText):
+class CliffWalking(GymTable):
     """From the lower left corner to the lower right one, past a cliff that leads back to the start.
 
     Example 6.6 of Sutton and Barto (2018): -1 per step, -100 for the cliff.
@@ -117,6 +33,7 @@ class CliffWalking(_ToyText):
     grid: ClassVar[tuple[str, ...]] = ("............", "............", "............", "SCCCCCCCCCCG")
 
     env_id: ClassVar[str] = "CliffWalking-v1"
+    task: ClassVar[str] = "cliff_walking"
     actions: ClassVar[tuple[str, ...]] = ("UP", "RIGHT", "DOWN", "LEFT")
     arrows: ClassVar[Arrows] = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}
     horizon_steps: ClassVar[int] = DEFAULT_HORIZON_STEPS
@@ -135,8 +52,7 @@ class CliffWalking(_ToyText):
         return [Drawing("", self.grid, {self.cell(state): state for state in self.acting_states})]
 
 
-@dataclass(frozen=True)
-class Taxi(_ToyText):
+class Taxi(GymTable):
     """Fetch a passenger at one of four places and bring them to another one, in a room with walls.
 
     Dietterich (2000): -1 per step, -10 for a pickup or dropoff that is not possible, 20 for the delivery.
@@ -147,6 +63,7 @@ class Taxi(_ToyText):
     in_taxi: ClassVar[str] = "in taxi"
 
     env_id: ClassVar[str] = "Taxi-v4"
+    task: ClassVar[str] = "taxi"
     actions: ClassVar[tuple[str, ...]] = ("SOUTH", "NORTH", "EAST", "WEST", "PICKUP", "DROPOFF")
     arrows: ClassVar[Arrows] = {0: (0, 1), 1: (0, -1), 2: (1, 0), 3: (-1, 0)}
     horizon_steps: ClassVar[int] = 200
@@ -190,6 +107,11 @@ class Taxi(_ToyText):
         )
 
 
-ENVIRONMENTS: dict[str, type[FrozenLake] | type[CliffWalking] | type[Taxi]] = {
+ENVIRONMENTS: dict[str, type[FrozenLake] | type[GymTable]] = {
     environment.env_id: environment for environment in (FrozenLake, CliffWalking, Taxi)
 }
+
+
+def gym_tables() -> dict[str, type[GymTable]]:
+    """CliffWalking, Taxi, and those of tasks that have been imported, by `env_id`."""
+    return GymTable.known

@@ -149,7 +149,7 @@ class PolicyGradientArguments:
         if not self.hidden_sizes:
             raise InputError("--hidden_sizes: expected at least one layer")
         if self.output_dir is None:
-            name = f"{self.env_id.replace('/', '-')}-{self.algorithm}-{self.actor}"
+            name = f"{self.env_id.rpartition(':')[2].replace('/', '-')}-{self.algorithm}-{self.actor}"
             self.output_dir = f"runs/policy_gradient/{name}"
 
     @property

@@ -20,6 +20,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 from llm_policy.command_line import parse_arguments
 from llm_policy.environments.frozen_lake import FrozenLake, grid_text
 from llm_policy.environments.gym_env import GymEnvironment, lake_grid, returns
+from llm_policy.environments.gym_table import GymTable
 from llm_policy.environments.judge import (
     evaluate_policies,
     evaluation_table,
@@ -28,7 +29,7 @@ from llm_policy.environments.judge import (
 )
 from llm_policy.environments.policy_table import score_policy
 from llm_policy.environments.table_environment import TableEnvironment
-from llm_policy.environments.toy_text import ENVIRONMENTS
+from llm_policy.environments.toy_text import gym_tables
 from llm_policy.errors import InputError
 from llm_policy.policy_gradient.arguments import PolicyGradientArguments
 from llm_policy.policy_gradient.environments import set_statistics, statistics_of
@@ -77,7 +78,7 @@ def published_lines(environment: GymEnvironment) -> list[str]:
 def table_of(environment: GymEnvironment) -> TableEnvironment | None:
     """The same environment as a `TableEnvironment`; None where it has none, or dynamics of its own."""
     is_lake = isinstance(environment.env.unwrapped, FrozenLakeEnv)
-    kind = FrozenLake if is_lake else ENVIRONMENTS.get(environment.env_id)
+    kind = FrozenLake if is_lake else gym_tables().get(environment.env_id)
     if kind is None or environment.mdp is None:
         return None
     if kind is FrozenLake:
@@ -301,7 +302,7 @@ def table_settings(table: TableEnvironment | None) -> dict:
     """What run.json says of a table of states, in the words of the tasks, whose judges then know it."""
     if isinstance(table, FrozenLake):
         return {"task": "frozen_lake", "maps": [grid_text(table.grid)], "is_slippery": table.is_slippery}
-    return {} if table is None else {"task": {"CliffWalking-v1": "cliff_walking", "Taxi-v4": "taxi"}[table.env_id]}
+    return {"task": table.task} if isinstance(table, GymTable) else {}
 
 
 # Runs on disk --------------------------------------------------------------------------------------------------

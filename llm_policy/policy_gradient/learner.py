@@ -135,7 +135,10 @@ def check_rollout(steps: int, batch_size: int, arguments: PolicyGradientArgument
             f"{arguments.n_envs}); expected a divisor of that"
         )
     if arguments.timesteps < steps:
-        raise InputError(f"--timesteps {arguments.timesteps}: one update alone takes {steps}; expected at least that")
+        raise InputError(
+            f"--timesteps {arguments.timesteps}: one update alone takes {steps} (n_steps {steps // arguments.n_envs} x "
+            f"n_envs {arguments.n_envs}); give more, or lower one of these"
+        )
 
 
 def make_reader(arguments: PolicyGradientArguments, environment: GymEnvironment, env: VecNormalize) -> StateReader:

@@ -10,6 +10,7 @@ from stable_baselines3.common.utils import set_random_seed
 
 from llm_policy import run_files
 from llm_policy.checkpoints import checkpoint_to_resume_from, write_list
+from llm_policy.command_line import relative
 from llm_policy.environments.table_environment import TableEnvironment
 from llm_policy.errors import writing
 from llm_policy.hardware import device_text, take_granted_threads
@@ -34,7 +35,7 @@ def train(folder: Path, arguments: PolicyGradientArguments, config: str) -> None
     if threads := take_granted_threads():
         print(threads)
     learner = make_learner(arguments)
-    print(about(learner, arguments), flush=True)
+    print(about(learner, arguments, config), flush=True)
     resume = checkpoint_to_resume_from(folder, arguments.resume_from_checkpoint)
     table = judge.table_of(learner.environment)
     write_settings(folder, arguments, config, learner, table)
@@ -67,12 +68,13 @@ def title_of(arguments: PolicyGradientArguments) -> str:
     return f"{arguments.env_id}, {arguments.algorithm.upper()}, actor {arguments.actor}, seed {arguments.seed}"
 
 
-def about(learner: Learner, arguments: PolicyGradientArguments) -> str:
-    """The first lines: what runs, how large it is, and what the actor reads."""
+def about(learner: Learner, arguments: PolicyGradientArguments, config: str) -> str:
+    """The first lines: what runs, how large it is, whose settings it has, and what the actor reads."""
     trained = sum(parameter.numel() for parameter in learner.policy.parameters())
     lines = [
         f"{title_of(arguments)}: {arguments.timesteps:,} steps, {arguments.n_envs} copies of the environment, "
-        f"{trained:,} parameters are trained"
+        f"{trained:,} parameters are trained",
+        f"settings: {relative(config) if config else 'those of stable-baselines3, not tuned for this environment'}",
     ]
     if learner.reader is not None:
         first = learner.reader.text_of(np.zeros(learner.env.observation_space.shape))

@@ -15,7 +15,7 @@ from gymnasium.spaces import Discrete
 
 from llm_policy.environments import frozen_lake
 from llm_policy.environments.gym_env import GymEnvironment, lake_grid
-from llm_policy.environments.toy_text import CliffWalking, Taxi
+from llm_policy.environments.toy_text import gym_tables
 
 StateText = Callable[[np.ndarray], str]
 """Vector that the actor is given -> text."""
@@ -29,7 +29,6 @@ NAMES = {
     ),
     "Pendulum": ("angle cosine", "angle sine", "velocity"),
 }  # fmt: skip
-TABLES = {"CliffWalking": CliffWalking, "Taxi": Taxi}
 
 
 def vector_text(names: Sequence[str], vector: Sequence[float] | np.ndarray) -> str:
@@ -47,10 +46,11 @@ def text_of_states(environment: GymEnvironment) -> StateText:
     observations = environment.env.observation_space
     if isinstance(observations, Discrete):
         text_of_state: Callable[[int], str] = "state {}".format
+        tables = {env_id.partition("-")[0]: table for env_id, table in gym_tables().items()}  # whatever the version
         if isinstance(environment.env.unwrapped, FrozenLakeEnv):
             text_of_state = partial(frozen_lake.state_text, lake_grid(environment.env))
-        elif name in TABLES:
-            text_of_state = TABLES[name]().state_text
+        elif table := tables.get(name):
+            text_of_state = table().state_text
         texts = [text_of_state(state) for state in range(int(observations.n))]
         return lambda one_hot: texts[int(np.argmax(one_hot))]
     names = NAMES.get(name, ())
