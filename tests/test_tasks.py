@@ -16,6 +16,7 @@ from test_train_script import metrics_of, small_run
 import evaluate_policy
 import tasks
 import train_script
+from llm_policy.environments import expert_q
 from llm_policy.environments.gym_table import GymTable
 from llm_policy.errors import InputError, run_script
 
@@ -156,6 +157,9 @@ def test_a_game_of_ones_own_trains_and_is_judged(key_room, taught, tmp_path):
     assert "trained, greedy" in judged
     assert (out / "policy.png").stat().st_size > 1000
     assert evaluate_policy.main(["--policies", str(out), "random", "expert", "--episodes", "5"]) == 0
+    csv = tmp_path / "expert.csv"
+    expert_q.main(["--env_id", "key_room:KeyRoom-v0", "--rows", "states", "--output", str(csv)])
+    assert len(expert_q.read_expert_csv(csv, key_room.KeyRoom)) == 18  # nobody opens the door without the key
 
 
 def test_a_game_of_ones_own_is_played_by_ppo_and_judged_exactly(key_room, tmp_path):

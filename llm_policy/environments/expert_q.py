@@ -41,7 +41,7 @@ from llm_policy.environments.mdp import (
     policy_return,
 )
 from llm_policy.environments.table_environment import TableEnvironment
-from llm_policy.environments.toy_text import ENVIRONMENTS
+from llm_policy.environments.toy_text import environment_kind, gym_tables
 from llm_policy.errors import InputError, check_choices, run_script, writing
 from llm_policy.reading import check_regular
 
@@ -56,7 +56,10 @@ RANDOM_BLOCK_STEPS = 1000
 class ExpertOptions:
     """What the CSV is made of."""
 
-    env_id: str = field(default=FrozenLake.env_id, metadata={"help": f"One of {', '.join(ENVIRONMENTS)}."})
+    env_id: str = field(
+        default=FrozenLake.env_id,
+        metadata={"help": f"Or {', '.join(gym_tables())}, or MODULE:NAME of a game of your own."},
+    )
     map: str = field(default="4x4", metadata={"help": "Lake: 4x4, 8x8 or a text file, a row per line over S F H G."})
     random_maps: int = field(default=0, metadata={"help": "Lake: so many distinct solvable maps instead of --map."})
     map_size: int = field(default=4, metadata={"help": "Lake: rows and columns of the random maps."})
@@ -94,14 +97,13 @@ class ExpertOptions:
 
     def __post_init__(self) -> None:
         choices = {
-            "env_id": tuple(ENVIRONMENTS),
             "rows": ("episodes", "states"),
             "method": ("value_iteration", "q_learning"),
         }
         check_choices(self, choices)
         of_lakes = {name: getattr(self, name) for name in ("map", "random_maps", "map_size", "is_slippery")}
         given = [name for name, value in of_lakes.items() if value != type(self).__dataclass_fields__[name].default]
-        if given and not issubclass(ENVIRONMENTS[self.env_id], FrozenLake):
+        if not issubclass(environment_kind(self.env_id), FrozenLake) and given:
             raise InputError(f"--{given[0]} {of_lakes[given[0]]}: is for lakes; {self.env_id} has no such choice")
         if "map" in given and self.random_maps:
             raise InputError(f"--map {self.map} with --random_maps {self.random_maps}: give one of the two")
@@ -279,7 +281,7 @@ def write_expert_csv(options: ExpertOptions, progress: bool = False, config: str
 
 def expert_environments(options: ExpertOptions) -> list[TableEnvironment]:
     """The environments that the options name: one, or many lakes."""
-    kind = ENVIRONMENTS[options.env_id]
+    kind = environment_kind(options.env_id)
     if not issubclass(kind, FrozenLake):
         return [kind()]
     if options.random_maps:

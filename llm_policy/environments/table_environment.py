@@ -1,6 +1,6 @@
 """An environment whose transition table is known: what experts, judges, tasks and pictures ask of it.
 
-The environments are in frozen_lake.py and toy_text.py; `toy_text.ENVIRONMENTS` lists them. A new one subclasses
+The environments are in frozen_lake.py and toy_text.py; `toy_text.environment_kind` finds them. A new one subclasses
 `gym_table.GymTable` and stands beside its task (docs/tasks.md).
 """
 

@@ -1,9 +1,10 @@
-"""CliffWalking and Taxi as `TableEnvironment`s, and the list of all of them.
+"""CliffWalking and Taxi as `TableEnvironment`s, and all such environments by their names.
 
 Both are Gymnasium's with its default dynamics, in which only Taxi's start is random. Taxi is version 4: Gymnasium no
 longer makes version 3, whose table is the same.
 """
 
+import importlib
 from typing import ClassVar
 
 import numpy as np
@@ -14,6 +15,7 @@ from llm_policy.environments.frozen_lake import Arrows, Cell, FrozenLake
 from llm_policy.environments.gym_env import DEFAULT_HORIZON_STEPS
 from llm_policy.environments.gym_table import GymTable
 from llm_policy.environments.table_environment import Drawing
+from llm_policy.errors import InputError
 
 TAXI_SIZE = 5
 # Between two cells of Gymnasium's map stands a wall, "|", or none, ":".
@@ -107,11 +109,22 @@ class Taxi(GymTable):
         )
 
 
-ENVIRONMENTS: dict[str, type[FrozenLake] | type[GymTable]] = {
-    environment.env_id: environment for environment in (FrozenLake, CliffWalking, Taxi)
-}
-
-
 def gym_tables() -> dict[str, type[GymTable]]:
-    """CliffWalking, Taxi, and those of tasks that have been imported, by `env_id`."""
+    """CliffWalking, Taxi, and those of modules that have been imported, by `env_id`."""
     return GymTable.known
+
+
+def environment_kind(env_id: str) -> type[FrozenLake] | type[GymTable]:
+    """A table environment's class by its name; `MODULE:NAME` imports the module first. `InputError` for others."""
+    module, _, name = env_id.rpartition(":")
+    try:
+        if module:
+            importlib.import_module(module)
+    except ImportError as error:
+        raise InputError(f"--env_id {env_id}: {error}") from error
+    kinds: dict[str, type[FrozenLake] | type[GymTable]] = {FrozenLake.env_id: FrozenLake, **gym_tables()}
+    if name not in kinds:
+        raise InputError(
+            f"--env_id {env_id!r}: expected one of {', '.join(kinds)}, or MODULE:NAME of a game of your own"
+        )
+    return kinds[name]
