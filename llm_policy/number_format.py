@@ -107,7 +107,7 @@ def number_format(argv: Sequence[str], default_config: Path | None, has_bf16: bo
     on_gpu = torch.cuda.is_available() and flag("use_cpu").lower() in NOT_SET
     dtype, chosen, line = given("dtype"), [], None
     if dtype == "auto":
-        begun = begun_with(Path(given("output_dir"))) if given("resume_from_checkpoint") else None
+        begun = begun_with(Path(given("output_dir")).expanduser()) if given("resume_from_checkpoint") else None
         dtype, line = (begun, f"number format: {begun}, as the run began") if begun else faster_format(on_gpu)
         chosen += ["--dtype", dtype]
     line = cost_of(dtype, on_gpu) or line

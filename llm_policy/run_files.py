@@ -114,7 +114,7 @@ def check_output_dir(output_dir: Path, resumes: bool, own: Collection[str] = ())
     Args:
         own: the files of a script that makes no run, which it may write again beside its `EVALUATION_FILE`.
     """
-    for parent in output_dir.absolute().parents:
+    for parent in (output_dir.absolute(), *output_dir.absolute().parents):
         if re.fullmatch(r"checkpoint-\d+", parent.name) and (parent.parent / CONFIG_FILE).exists():
             raise InputError(f"--output_dir {output_dir}: lies in a checkpoint of another run; choose another folder")
     if not output_dir.exists():

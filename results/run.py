@@ -259,6 +259,12 @@ def refused(target: Path, is_first: bool, code: int) -> int:
     return code
 
 
+def interrupted(what: str, code: int) -> int:
+    """A line for a process that a signal ended, and the exit code that a shell has for it."""
+    print(f"error: {what} {ended_by(-code)}; the same command resumes", file=sys.stderr)
+    return 128 - code
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     command = read_command(sys.argv[1:] if argv is None else argv)
     arguments = command.arguments
@@ -277,7 +283,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         expert_csv = runs / "expert.csv"
         print(f"making the expert's CSV, {expert_csv.relative_to(ROOT)}", flush=True)
         make = [sys.executable, "-m", "llm_policy.environments.expert_q", *shlex.split(arguments.expert)]
-        if code := run_to_its_end([*make, "--output", str(expert_csv), "--overwrite"]):
+        code = run_to_its_end([*make, "--output", str(expert_csv), "--overwrite"])
+        if code < 0:
+            return interrupted("the expert", code)
+        if code:
             return refused(target, is_new, code)
         flags += ["--expert_csv", str(expert_csv.relative_to(ROOT))]
 
@@ -292,8 +301,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         output = ["--seed", str(seed), "--output_dir", str(run.relative_to(ROOT))]
         code = timed_run([sys.executable, arguments.script, *output, *flags], run)
         if code < 0:
-            print(f"error: seed {seed} {ended_by(-code)}; the same command resumes", file=sys.stderr)
-            return 128 - code
+            return interrupted(f"seed {seed}", code)
         if code:
             return refused(target, is_new and number == 1, code)
         keep_files(run, target / run.name)

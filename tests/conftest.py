@@ -107,7 +107,7 @@ def interrupted_at_step(number: int, train: Callable[[], object]) -> None:
 @pytest.fixture(autouse=True)
 def signal_handlers():
     """A training run in this process sets its own and leaves them."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

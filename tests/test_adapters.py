@@ -124,3 +124,10 @@ def test_layers_that_the_model_does_not_have(tmp_path):
     options.lora_target_modules = ["nowhere", "neither"]
     with pytest.raises(InputError, match=r"^--lora_target_modules \['nowhere', 'neither'\]: "):
         adapters.model_to_train(options, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("revision", "saved"), [("main", None), ("v2", "v2")])
+def test_an_adapter_says_which_revision_of_its_base_it_belongs_to(revision, saved, tmp_path):
+    options = options_of(build_tiny_model(tmp_path / "model"), model_revision=revision)
+    _, lora, _ = adapters.model_to_train(options, torch.device("cpu"))
+    assert lora.revision == saved

@@ -1,6 +1,7 @@
 """Science questions: what is read, which letter a reply comes to, and, with lm-eval, the whole table."""
 
 import json
+import re
 
 import pytest
 from test_completions import reply
@@ -153,3 +154,29 @@ def test_likelihoods_are_those_of_the_options(tmp_path):
             sums.append(sum(log_p[t - 1, ids[0, t]].item() for t in range(start, ids.shape[1])))
         letters.append("ABCD"[sums.index(max(sums))])
     assert results[0]["letters"] == {letter: letters.count(letter) for letter in sorted(set(letters))}
+
+
+def test_the_hubs_questions_are_the_test_split_of_the_challenge(monkeypatch):
+    loaded = []
+
+    def load_dataset(*arguments, **options):
+        loaded.append((arguments, options))
+        return [ROW]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    assert make_judge({"test_dataset": "allenai/ai2_arc"}, None, 0, 0).settings == {"test_dataset": "allenai/ai2_arc"}
+    assert loaded == [(("allenai/ai2_arc", "ARC-Challenge"), {"split": "test"})]
+
+
+def test_accuracy_has_its_standard_error_and_stands_beside_chance():
+    of_three = Question("?", ("C", "c"), ("a", "b", "c"), by_letter=True)
+    asks = ArcJudge([QUESTION, QUESTION, QUESTION, of_three], None, {"test_dataset": "mine"})
+    replies = (" B", " B.", " A", " because")
+    samples = [{"doc": {"number": number}, "resps": [[text]]} for number, text in enumerate(replies)]
+    found = asks._result("letter", "with", samples)
+    assert (found["accuracy"], found["unreadable"], found["letters"]) == (0.5, 0.25, {"A": 1, "B": 2})
+    assert found["right"] == [True, True, False, False]
+    assert found["standard_error"] == pytest.approx((0.5 * 0.5 / 3) ** 0.5)
+    text = asks.compare({"m, greedy": {"results": [found]}}).text
+    for row in (r"random option .* 27\.1%", r"always B .* 75\.0%", r"m .* 50\.0% ± 28\.9%"):
+        assert re.search(row, text), row

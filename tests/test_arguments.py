@@ -14,6 +14,7 @@ from llm_policy.adapters import UNJOINABLE, check_joinable, check_model_options
 from llm_policy.errors import InputError
 from llm_policy.grpo import arguments as rules
 from llm_policy.grpo.arguments import TRL_CHOICES, ScriptArguments, check_arguments, check_task
+from llm_policy.grpo.diagnostics import BATCH_CONDITIONS
 
 LORA = {"use_peft": True, "lora_target_modules": ["q_proj", "v_proj"]}
 
@@ -217,3 +218,11 @@ def test_quantised_weights_need_their_package(bits, monkeypatch):
         InputError, match=rf"^--load_in_{bits} true: the package bitsandbytes is missing; pip install -r"
     ):
         check_arguments(ScriptArguments(), training(), ModelConfig(**LORA, **{f"load_in_{bits}": True}))
+
+
+@pytest.mark.parametrize("stop_when", BATCH_CONDITIONS)
+def test_no_run_waits_for_a_largest_reward_that_its_task_does_not_have(stop_when):
+    asked = ScriptArguments(stop_when=stop_when), training()
+    check_task(*asked, task(full_reward=1.0))
+    with pytest.raises(InputError, match=f"^--stop_when {stop_when}: --task frozen_lake has no largest reward; name"):
+        check_task(*asked, task(full_reward=None))

@@ -247,3 +247,13 @@ def test_a_reply_ends_with_one_end_token_and_begins_with_none(architecture, toke
     token_ids = reply_token_ids("<answer>UP</answer>", tokenizer)
     assert token_ids[-1] == tokenizer.eos_token_id
     assert tokenizer.decode(token_ids[:-1]) == "<answer>UP</answer>"
+
+
+def test_a_process_samples_what_one_alone_would_sample_there(folders, tokenizers, monkeypatch):
+    """The second of two has the second half of the random numbers, and not the first one's once more."""
+    model, reader = load_model(folders["llama"], dtype="float32"), Reader(tokenizers["llama"], max_completion_tokens=6)
+    torch.manual_seed(3)
+    whole = reader.completions(model, PROMPTS[:4], 2)
+    monkeypatch.setattr("llm_policy.processes.own_share", lambda number: slice(number // 2, number))
+    torch.manual_seed(3)
+    assert reader.completions(model, PROMPTS[:4], 2) == whole[4:]

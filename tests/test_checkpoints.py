@@ -203,3 +203,11 @@ def test_where_none_is_whole_nothing_begins_again_by_itself(tmp_path):
 def test_a_folder_that_is_not_there_holds_none(tmp_path):
     assert latest_checkpoint(tmp_path / "nothing") is None
     remove_incomplete(tmp_path / "nothing")
+
+
+def test_a_copy_under_a_name_of_ones_own_is_not_resumed_from(tmp_path):
+    """It says nothing of the steps that were taken: a traceback later."""
+    write(tmp_path / "checkpoint-5-best")
+    (tmp_path / "checkpoint-5-best/trainer_state.json").write_text("{}")
+    with pytest.raises(InputError, match="checkpoint-5-best: expected a folder checkpoint-STEPS; try auto"):
+        checkpoint_to_resume_from(tmp_path, str(tmp_path / "checkpoint-5-best"))

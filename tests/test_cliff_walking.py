@@ -1,11 +1,24 @@
 """tasks/cliff_walking.py: what the model is told of every state, and what the warm start teaches there."""
 
 import pytest
+from tiny_models import tiny_tokenizer
+from trl import GRPOConfig
 
+from llm_policy.chat import reply_token_ids
 from llm_policy.completions import action_index, parse_completion
 from llm_policy.environments.toy_text import CliffWalking
 from llm_policy.errors import InputError
-from tasks.cliff_walking import OBSERVATIONS, SYSTEM_PROMPT, THOUGHTS, Arguments, make_judge, messages, reply, words
+from tasks.cliff_walking import (
+    OBSERVATIONS,
+    SYSTEM_PROMPT,
+    THOUGHTS,
+    Arguments,
+    make_judge,
+    make_task,
+    messages,
+    reply,
+    words,
+)
 
 CLIFF = CliffWalking()
 PLAIN = words("coordinates", "place")
@@ -93,3 +106,32 @@ def test_a_judge_knows_the_words_of_its_run():
         make_judge({"observation": "sides"}, None, 10, 0)
     with pytest.raises(InputError, match=r"--thought 'deep': expected one of place, neighbours, ways, search"):
         Arguments(thought="deep")
+
+
+def cliff_task(folder, max_completion_length: int = 64, **options):
+    config = GRPOConfig(
+        output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", max_completion_length=max_completion_length
+    )
+    return make_task(Arguments(**options), config, tiny_tokenizer("llama", 384, True))
+
+
+@pytest.mark.parametrize("thought", ["place", "ways"])
+def test_a_thought_that_looks_has_to_be_true(thought, tmp_path):
+    """Else the warm start would end as soon as the form is right, whatever is said in it."""
+    (prompt, replies), (_, others) = cliff_task(tmp_path, observation="cells", thought=thought).lessons[:2]
+    task = cliff_task(tmp_path, observation="cells", thought=thought)
+    assert task.is_reply(prompt, replies[0])
+    assert task.is_reply(prompt, others[0]) == (thought == "place")
+
+
+def test_the_longest_name_of_an_action_has_to_fit(tmp_path):
+    tokenizer = tiny_tokenizer("llama", 384, True)
+    replies = [reply for _, replies in cliff_task(tmp_path).lessons for reply in replies]
+    longest = max(len(reply_token_ids(reply, tokenizer)) for reply in replies)
+    found = [cliff_task(tmp_path, length).lint(2048) for length in (longest, longest - 1)]
+    assert ["cut replies" in {finding.rule for finding in findings} for findings in found] == [False, True]
+
+
+def test_a_judge_has_the_step_limit_that_it_is_asked_for():
+    assert make_judge({"horizon_steps": 12}, None, 10, 0).horizon_steps == 12
+    assert make_judge({}, None, 10, 0).horizon_steps is None

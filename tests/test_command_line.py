@@ -3,6 +3,7 @@
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import yaml
@@ -335,3 +336,20 @@ def test_help_all_lists_every_group(flag, capsys):
     for words in ("usage: ", "--seed", "A share: 100 % is 1. (default: 0.001)", "--policies", "--batch_size", "75"):
         assert words in text
     assert len(text.splitlines()[0]) < 100  # the usage does not list every option
+
+
+@pytest.mark.parametrize("argv", [["--env-id", "Taxi-v4"], ["--env-id=Taxi-v4"], ["--env_id", "a", "--env-id=Taxi-v4"]])
+def test_one_option_ahead_of_the_others_is_heard_with_dashes_too(argv):
+    """As argparse hears it afterwards."""
+    assert read_option(argv, "env_id", "FrozenLake-v1") == "Taxi-v4"
+
+
+def test_what_few_change_is_left_to_help_all(capsys):
+    @dataclass
+    class WithRare(Small):
+        rare: ClassVar[tuple[str, ...]] = ("rate",)
+
+    text = printed_help(capsys, "--help", groups=(WithRare,))
+    assert "--rate" not in text
+    assert "List all options: those that few change, too." in " ".join(text.split())
+    assert "--rate" in printed_help(capsys, "--help_all", groups=(WithRare,))

@@ -19,6 +19,7 @@ from llm_policy.chat import Reader
 from llm_policy.errors import InputError
 from llm_policy.run_files import ROOT
 from tasks.drawing import functions
+from tasks.drawing import judge as drawing_judge
 from tasks.drawing import sandbox as sandbox_module
 from tasks.drawing.judge import DrawingJudge
 from tasks.drawing.programs import cleaned, share_of_equal_pixels
@@ -56,6 +57,9 @@ DRAWINGS = [
     ("draw_line(img, (2, 2), (0, 0), 3)", "3000 0300 0030"),
     ("draw_line(img, (1, 3), (1, 1), 4)", "0000 0444 0000"),
     ("draw_line(img, (-5, 1), (9, 1), 4)", "0400 0400 0400"),
+    ("draw_line(img, (0, 0), (1, 2), 3)", "3300 0030 0000"),
+    ("draw_line(img, (0, 2), (2, 0), 1)\nflood_fill(img, (2, 1), 8)", "0018 0188 1888"),
+    ("draw_line(img, (0, 0), (2, 2), 1)\nflood_fill(img, (2, 1), 8)", "1000 8100 8810"),
     ("draw_rectangle(img, (1, 1), (2, 2), 6)", "0000 0660 0660"),
     ("draw_rectangle(img, (2, 2), (1, 1), 6)", "0000 0660 0660"),
     ("draw_rectangle(img, (-9, 3), (1, 99), 6)", "0006 0006 0000"),
@@ -539,3 +543,27 @@ def test_best_ends_a_run(answering_llama, tmp_path, monkeypatch):
     more = ("--warm_start", "never", "--stop_when", "mean", "--max_steps", "2")
     assert train_script.main([*argv, "--output_dir", str(tmp_path / "two"), *more]) == 0
     assert len(metrics_of(tmp_path / "two")) == 2
+
+
+def test_random_programs_draw_in_order_of_the_columns_and_then_of_the_rows():
+    for number in range(300):
+        code, _ = random_program(f"0 {number} 0")
+        lines = re.findall(r"_line\(img, (\d), \d\)", code)
+        points = [point[::-1] for point in re.findall(r"(?:pixel|rectangle)\(img, \((\d), (\d)\)", code)]
+        assert (lines, points) == (sorted(lines), sorted(points))
+
+
+def test_what_the_training_found_is_told_and_drawn(sandbox, tmp_path, monkeypatch):
+    file, shown, draw = tmp_path / "found.json", {}, drawing_judge.grids_figure
+    monkeypatch.setattr(
+        drawing_judge, "grids_figure", lambda pictures, title: shown.update(pictures) or draw(pictures, title)
+    )
+    perfect = "def task(img):\n    return [[1, 2], [1, 2]]\n"
+    file.write_text(json.dumps({"share": 1.0, "generation": 1234, "code": perfect}))
+    judge = DrawingJudge(read_target("2-vertical-lines"), None, sandbox, False, {}, file)
+    half = {"texts": [reply("def task(img):\n    draw_vertical_line(img, 0, 1)\n    return img\n"), "no program"]}
+    assert judge.judgement(half).metrics == {"best": 0.5, "mean": 0.25, "solved": 0.0, "failed": 0.5}
+    comparison = judge.compare({"greedy": half})
+    assert "While training the first perfect program was number 1,234." in comparison.text
+    comparison.save(tmp_path / "out")
+    assert shown == {"target": [[1, 2], [1, 2]], "found, 100%": [[1, 2], [1, 2]], "greedy, 50%": [[1, 0], [1, 0]]}

@@ -193,3 +193,14 @@ def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "openai", None)
     with pytest.raises(InputError, match=r"openai is missing; pip install -r requirements-endpoint\.txt"):
         EndpointProposer("model-1", "http://127.0.0.1:1/v1")
+
+
+def test_each_question_has_a_seed_of_its_own_and_a_cut_answer_is_told():
+    cut = {"choices": [{"message": {"content": "parameters: 1"}, "finish_reason": "length"}]}
+    with stub_endpoint(cut) as server:
+        for seed, iteration, attempt in ((0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0), (0, 1, 0)):
+            request = Request([{"role": "user", "content": "go"}], History(), iteration, attempt)
+            assert endpoint(server.base_url, seed=seed).propose(request).is_cut
+    *seeds, again = (body["seed"] for _, body in server.requests)
+    assert len(set(seeds)) == 4
+    assert again == seeds[0]

@@ -271,3 +271,38 @@ def test_half_of_a_policy_is_not_judged_but_the_run_is_from_within(tmp_path, mon
     # An empty run folder is refused as such, not as half of a policy
     with pytest.raises(InputError, match=r"has no config\.json or adapter_config\.json"):
         main(["--policies", "."])
+
+
+def test_options_stand_above_what_a_run_says(tmp_path, monkeypatch):
+    build_tiny_model(tmp_path / "run")
+    said = {"maps": ["SFG"], "is_slippery": False, "observation": "grid", "dtype": "float32"}
+    (tmp_path / "run/run.json").write_text(json.dumps(said | {"max_completion_length": 9}))
+    seen = []
+
+    def answers(judge, model, samples=0):
+        (lake,) = judge.environments
+        settings = judge.settings
+        seen.append((lake.is_slippery, settings["observation"], judge.reader.max_completion_tokens, model.dtype))
+        return {"policies": [np.full((3, 4), 0.25)], "format_validity": 1.0}
+
+    monkeypatch.setattr(TableJudge, "answers", answers)
+    options = {"is_slippery": "true", "observation": "cells", "max_completion_length": 7, "dtype": "bfloat16"}
+    options |= {"samples_per_state": 0, "episodes": 2}
+    flags = [str(text) for name, value in options.items() for text in (f"--{name}", value)]
+    assert main(["--policies", str(tmp_path / "run"), *flags]) == 0
+    assert seen == [(True, "cells", 7, torch.bfloat16)]
+
+
+def test_samples_do_not_depend_on_who_is_judged_before(tmp_path, monkeypatch):
+    drawn = []
+
+    def answers(_judge, _model, samples=0):
+        drawn.append(torch.rand(1).item())
+        return {"policies": [np.full((16, 4), 0.25)], "format_validity": 1.0}
+
+    monkeypatch.setattr(TableJudge, "answers", answers)
+    first, second = (str(build_tiny_model(tmp_path / name)) for name in ("first", "second"))
+    options = ("--dtype", "float32", "--samples_per_state", "1", "--episodes", "2")
+    assert main(["--policies", first, second, *options]) == 0
+    assert main(["--policies", second, *options]) == 0
+    assert drawn[:2] == drawn[2:4] == drawn[4:]

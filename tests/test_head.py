@@ -77,3 +77,10 @@ def test_it_takes_plain_frozen_heads(architecture):
     model.config.get_text_config().final_logit_softcapping = 30.0
     assert not finds_gradient_on_the_way(model)
     assert not finds_gradient_on_the_way(random_policy(architecture))  # its head is trained
+
+
+def test_a_head_with_a_bias_is_left_to_trl():
+    model = add_random_adapter(random_policy("llama")).get_base_model()
+    head = model.get_output_embeddings()
+    head.bias = torch.nn.Parameter(torch.zeros(head.out_features), requires_grad=False)
+    assert not finds_gradient_on_the_way(model)

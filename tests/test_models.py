@@ -562,3 +562,8 @@ def test_hub_that_answers_no_is_not_out_of_reach(monkeypatch):
     monkeypatch.setattr(models.HfApi, "model_info", refuse)
     with pytest.raises(InputError, match="check the spelling"):
         load_model("owner/no-such-model")
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_model_has_the_attention_that_is_asked_for(attention, llama):
+    assert load_model(llama, attn_implementation=attention).config._attn_implementation == attention

@@ -102,3 +102,12 @@ def test_a_resumed_run_keeps_its_format(begun, dtype, seconds, tmp_path):
     flags, line = number_format.number_format([*argv, "--resume_from_checkpoint", "auto"], tmp_path / "config.yaml")
     assert flags[1] == dtype
     assert "27 times as slow" in line
+
+
+def test_a_first_run_that_is_asked_to_resume_takes_the_faster_format(seconds, tmp_path):
+    """As `make train` asks: there is no run yet whose format could be kept."""
+    seconds(bfloat16=1.0, float32=4.0)
+    (tmp_path / "config.yaml").write_text("use_cpu: true\ndtype: auto\n")
+    argv = ["--output_dir", str(tmp_path / "run"), "--resume_from_checkpoint", "auto"]
+    flags, _ = number_format.number_format(argv, tmp_path / "config.yaml")
+    assert flags == ["--dtype", "bfloat16", "--bf16", "true"]

@@ -10,7 +10,8 @@ from PIL import Image
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
 from llm_policy.environments.gym_table import GymTable
 from llm_policy.environments.mdp import AGREEMENT_GAMMA, greedy_policy, optimal_actions, optimal_q
-from llm_policy.environments.pictures import CELL_COLOURS, policy_figure
+from llm_policy.environments.pictures import CELL_COLOURS, ShownThought, policy_figure, thoughts_figure
+from llm_policy.environments.policy_table import best_actions
 from llm_policy.environments.table_environment import Drawing
 from llm_policy.environments.toy_text import CliffWalking, Taxi, gym_tables
 
@@ -208,3 +209,13 @@ def test_a_picture_is_a_picture():
     with Image.open(file) as picture:
         assert picture.size == (480, 444)
         assert len(set(picture.convert("RGB").resize((200, 200)).getdata())) > 20, "an empty picture"
+
+
+def test_the_agents_cell_is_framed_and_false_words_are_red():
+    words = [("LEFT", True), ("hole.", False)]
+    shown = ShownThought(LAKE, 1, np.eye(4)[2], best_actions(LAKE)[1], words)  # row 0, column 1
+    figure = thoughts_figure([shown], "a title")
+    frames = [patch for patch in figure.axes[0].patches if not patch.get_fill()]
+    assert [frame.get_xy() for frame in frames] == [(1, 0)]
+    colours = {text.get_text(): matplotlib.colors.to_rgb(text.get_color()) for text in figure.texts}
+    assert (colours["LEFT"] == RED, colours["hole."] == RED) == (False, True)

@@ -807,3 +807,44 @@ def test_ppo_with_a_network_solves_cart_pole(tmp_path):
     assert main(["--output_dir", str(tmp_path / "out")]) == 0
     rows = {row["policy"]: row for row in json.loads((tmp_path / "out" / "evaluation.json").read_text())["policies"]}
     assert rows["trained, greedy"]["mean_return"] == 500
+
+
+def test_a_judgement_scales_states_as_the_training_did_and_no_rewards(model, monkeypatch):
+    arguments, judged_in = arguments_of(model, "--normalize", "true"), []
+    learner = make_learner(arguments)
+    learner.env.obs_rms.mean[:] = [1, 2, 3, 4]
+
+    def evaluate(_policy, env, *_, **__):
+        judged_in.append(env)
+        return [1.0, 2.0], [1, 1]
+
+    monkeypatch.setattr(judge, "evaluate_policy", evaluate)
+    judge.episode_score(learner, arguments, "a policy", is_greedy=True)
+    (env,) = judged_in
+    vector = np.ones((1, 4))
+    assert np.array_equal(env.normalize_obs(vector), learner.env.normalize_obs(vector))
+    assert (env.training, env.norm_reward) == (False, False)
+
+
+OF_EPISODES = [
+    # environment, mean return and half its interval, verdict
+    ("CartPole-v1", 480, 9, "solved: mean return 480.0 in 5 episodes (Gymnasium asks for 475)"),
+    ("CartPole-v1", 60, 9, "learned: mean return 60.0 in 5 episodes, short of the 475 that Gymnasium calls solved; b"),
+    ("CartPole-v1", 45, 9, "not learned: mean return 45.0 in 5 episodes; b has 30.0"),
+    ("Pendulum-v1", 60, 9, "learned: mean return 60.0 in 5 episodes; b has 30.0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("env_id", "mean", "interval", "verdict"), OF_EPISODES)
+def test_verdicts_of_episodes(env_id, mean, interval, verdict):
+    figures = {"a": (20, 1), "b": (30, 10), "trained, greedy": (mean, interval), "trained, sampled": (999, 0)}
+    scores = [judge.EpisodeScore(name, *pair, 5, 0.0, 0.0) for name, pair in figures.items()]
+    assert judge.verdict_of(scores, make_gym_environment(env_id)).startswith(verdict)
+    assert judge.verdict_of(scores[:2], make_gym_environment(env_id)) == ""
+
+
+def test_the_best_constant_action_is_the_best(model):
+    """On the cliff RIGHT falls at each step."""
+    arguments = arguments_of(model, "--env_id", "CliffWalking-v1")
+    _, constant = judge.reference_scores(make_gym_environment("CliffWalking-v1", None, 30), arguments)
+    assert (constant.policy, constant.mean_return) == ("best constant action (0)", -30)

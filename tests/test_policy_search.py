@@ -1,6 +1,7 @@
 """The loop, its history and its log: what a model is told, what is counted, and a kill at any moment."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from llm_policy.environments.gym_env import make_gym_environment
 from llm_policy.errors import InputError
 from llm_policy.policy_search.answer_log import AnswerLog, read_log
 from llm_policy.policy_search.parameters import PolicySpace, search_problem
+from llm_policy.policy_search.progress import cost_of, progress_line
 from llm_policy.policy_search.prompts import DESCRIPTIONS, environment_description
 from llm_policy.policy_search.proposers import HillClimbingProposer, RandomProposer
 from llm_policy.policy_search.search import (
@@ -114,6 +116,7 @@ def test_prompt_options():
     assert "return: 0.5\n" in user_text(pool_duplicates=False)
     assert "reason" in user_text(ask_reason=True)
     described = user_text(description=environment_description(LAKE.environment))
+    assert "8 by 8 cells" in environment_description(make_gym_environment("FrozenLake8x8-v1"))
     assert "SFFF|FHFH|FFFH|HFFG" in described
     assert "Slippery" in described
     assert "Not slippery" in description_of("FrozenLake-v1", {"is_slippery": False})
@@ -302,3 +305,19 @@ BAD_SETTINGS = [
 def test_bad_settings(changes, message):
     with pytest.raises(InputError, match=message):
         settings(**changes)
+
+
+def test_progress_and_cost_by_hand():
+    chosen, log, lines = settings(retries=1), AnswerLog(None), []
+    model = Scripted(line(A), "nonsense", line(B), "", "too short: 1", line(B))
+    _, steps = search(LAKE, model, chosen, log=log, on_step=lambda step: lines.append(progress_line(step, chosen, log)))
+    assert lines[0] is None
+    assert lines[1].startswith("warm-up: 2 random policies, best mean return ")
+    assert re.fullmatch(r"iteration 1/4: return \S+; best \S+; 1 call, 3 tokens out, 0\.5 s", lines[2])
+    assert re.fullmatch(r"iteration 2/4: return .*; 2 calls, 6 tokens out, 1\.0 s", lines[3])
+    assert lines[4].startswith("iteration 3/4: failed, no lines begin with `parameters:`, expected one; best ")
+    assert "(repeated policy); best " in lines[5]
+    assert cost_of(log, steps, chosen, 12.34) == {
+        "calls": 6, "tokens_in": 42, "tokens_out": 18, "answer_seconds": 3.0, "seconds": 12.3, "episodes": 15,
+        "unusable_answers": 3, "failed_iterations": 1, "repeated_policies": 1, "iterations": 4,
+    }  # fmt: skip

@@ -155,3 +155,12 @@ def test_no_recorded_answers(tmp_path):
     (tmp_path / "poem").write_text(json.dumps({"kind": "poem"}) + "\n")
     with pytest.raises(InputError, match="poem: line 1 is no record"):
         RecordedProposer(tmp_path / "poem")
+
+
+def test_hill_climbing_asks_nothing_again_where_repeats_are_not_pooled():
+    """A second line of its own would not lower the lucky one: it would be asked for ever."""
+    history, lucky = History(pool_duplicates=False), (1,) * 16
+    history.add(1, (2,) * 16, [0.0])
+    history.add(2, lucky, [1.0])
+    text = HillClimbingProposer(LAKE.space, 0).propose(Request([], history, 9, 0)).text
+    assert sum(a != b for a, b in zip(LAKE.space.read_answer(text), lucky, strict=True)) == 1

@@ -900,3 +900,16 @@ def test_the_most_that_a_value_can_be_stands_behind_it():
     assert listed(["11", "10"], " of 11") == "11, 10 of 11"
     assert listed(["11"] * 20, " of 11") == "11 of 11 in all 20"
     assert listed(["9", "10", "11", "9", "9", "10"], " of 11") == "9 to 11 of 11"
+    assert listed(["1,024", "900", "50,176", "2,048", "3,072", "4,096"]) == "900 to 50,176"
+
+
+def test_curves_of_maps_stand_by_their_ice(results, monkeypatch):
+    pictures = {}
+    monkeypatch.setattr(maps, "write_curves", lambda found, name, title, *_: pictures.update({name: [title, *found]}))
+    for name, is_slippery in (("wet", True), ("dry_maps", False), ("observation_cells", False)):
+        write_seed(results / f"maps_never_seen/{name}/seed-1", 0.5, is_slippery)
+    maps.write_map_curves(lakes.training_results())
+    assert pictures == {
+        "random_maps_dry": ["Maps never seen in training, not slippery", "dry_maps"],
+        "random_maps_slippery": ["Maps never seen in training, slippery", "wet"],
+    }

@@ -1,4 +1,5 @@
 import importlib.util
+import itertools
 import os
 import signal
 import subprocess
@@ -80,8 +81,10 @@ def test_a_command_whose_first_call_is_refused_leaves_its_name_free(started, tmp
 def test_a_run_that_is_killed_is_named(started, monkeypatch, capsys):
     monkeypatch.setattr(results_run, "run_to_its_end", lambda command: -9)
     assert results_run.main(KL) == 137
-    said = capsys.readouterr().err
-    assert said.endswith(" was ended by SIGKILL, mostly for want of memory; the same command resumes\n")
+    ended = "was ended by SIGKILL, mostly for want of memory; the same command resumes\n"
+    assert capsys.readouterr().err.endswith(f"error: seed 4 {ended}")
+    assert results_run.main([*KL[:3], "other", "--expert", "--rows states"]) == 137
+    assert capsys.readouterr().err.endswith(f"error: the expert {ended}")
 
 
 def test_another_command_does_not_go_into_the_same_folder(started, tmp_path):
@@ -260,3 +263,22 @@ def test_a_signal_reaches_the_run_which_ends_as_it_wants(number, tmp_path):
 
     threading.Thread(target=terminate_when_ready).start()
     assert results_run.run_to_its_end([sys.executable, "-c", child]) == 75
+
+
+def test_a_run_resumes_in_its_scripts_configuration_with_its_own_expert(started):
+    results_run.main([*KL[:4], "--seeds", "4", "--expert", "--rows states"])
+    _, command = started
+    assert dict(zip(command[2::2], command[3::2], strict=True)) == {
+        "--seed": "4", "--output_dir": "runs/kl/seed-4", "--resume_from_checkpoint": "auto",
+        "--config": "configs/laptop.yaml", "--expert_csv": "runs/kl/expert.csv",
+    }  # fmt: skip
+
+
+def test_minutes_of_all_parts_add_up_and_a_finished_run_takes_no_more(started, tmp_path, monkeypatch):
+    minutes, clock = tmp_path / "runs/kl/seed-4/minutes.txt", itertools.count(0, 90)
+    minutes.parent.mkdir(parents=True)
+    minutes.write_text("1.50\n")
+    monkeypatch.setattr(results_run.time, "perf_counter", lambda: next(clock))
+    for _ in range(2):
+        results_run.main([*KL[:4], "--seeds", "4"])
+        assert minutes.read_text() == "3.00\n"

@@ -25,6 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from test_train_script import metrics_of, small_run
 from transformers import Trainer, TrainerState
+from trl import GRPOConfig
 
 import evaluate_policy
 import llm_policy.checkpoints
@@ -34,7 +35,7 @@ import train_script
 from llm_policy.checkpoints import check_finished, checkpoint_to_resume_from, latest_checkpoint
 from llm_policy.environments import expert_q
 from llm_policy.errors import DISK_WORDS, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, InputError
-from llm_policy.grpo import stages
+from llm_policy.grpo import lifecycle, stages
 from llm_policy.grpo.diagnostics import MetricsFile
 from llm_policy.run_files import ROOT
 from tasks.tabular import TableJudge
@@ -221,6 +222,7 @@ KILLS = [
     # After the last step: the adapter's two parts are not yet joined; they are, but nothing was judged
     ("plain", 4, at_call(PeftModel, "save_pretrained", 5, lambda *_: kill())),
     ("plain", 4, at_call(tasks.tabular, "save_evaluation", 1, lambda *_: kill())),
+    ("plain", 4, killed_with_half("result.txt")),
     # Judged, but evaluation.json, the mark of a finished run, is half written
     ("plain", 4, killed_with_half("evaluation.json")),
     # In the middle of an epoch and of an accumulation
@@ -583,3 +585,46 @@ def test_a_run_without_what_it_stands_on_is_refused(gone, killed, tmp_path):
     (line,) = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
     assert f"{out / gone}" in line
     assert "is gone" in line
+
+
+LENGTHS = [
+    # what is asked for, whether a run of four steps in two epochs has ended with that
+    ({"max_steps": 4}, True),
+    ({"max_steps": 5}, False),
+    ({"max_steps": -1, "num_train_epochs": 2}, True),
+    ({"max_steps": -1, "num_train_epochs": 3}, False),
+]
+
+
+@pytest.mark.parametrize(("asked", "has_ended"), LENGTHS)
+def test_a_run_that_is_asked_for_more_steps_or_epochs_has_not_ended(asked, has_ended, tmp_path):
+    TrainerState(global_step=4, max_steps=4, num_train_epochs=2).save_to_json(str(tmp_path / "trainer_state.json"))
+    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **asked)
+    assert lifecycle.has_ended(tmp_path, config, "never") is has_ended
+
+
+def test_a_finished_run_that_is_taken_up_earlier_is_finished_no_longer(never_interrupted, answering_llama, tmp_path):
+    """Killed on the way it goes on from there: neither its old result nor its old last checkpoint counts."""
+    out, log = shutil.copytree(never_interrupted("plain"), tmp_path / "out"), tmp_path / "plain.log"
+    arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["plain"])
+    asked = [*arguments, "--resume_from_checkpoint", str(out / "checkpoint-2")]
+    assert run(asked, log, killed_at_step(1)) == KILLED
+    assert not (out / "evaluation.json").exists()
+    assert latest_checkpoint(out).name == "checkpoint-2"
+
+
+def test_a_signal_in_the_last_evaluation_loses_no_run_without_checkpoints(answering_llama, tmp_path):
+    out, log = tmp_path / "out", tmp_path / "log"
+    more = ("--save_strategy", "no", "--max_steps", 1, "--evaluate_steps", 0)
+    arguments = small_run(answering_llama, out, *NO_PICTURES, *more)
+    assert run(arguments, log, signal_in(tasks.tabular, "evaluate_policies")) == 0, log.read_text()
+    assert (out / "evaluation.json").exists()
+
+
+def test_a_second_interrupt_from_the_keyboard_does_not_wait(monkeypatch):
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # of this process
+    stop = lifecycle.StopOnSignal(1)
+    stop._receive(signal.SIGINT, None)
+    assert stop.received == "SIGINT"
+    with pytest.raises(KeyboardInterrupt):
+        stop._receive(signal.SIGINT, None)

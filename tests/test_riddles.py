@@ -4,6 +4,7 @@ import importlib.util
 import json
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from test_train_script import metrics_of
@@ -11,8 +12,9 @@ from test_train_script import metrics_of
 import evaluate_policy
 import train_script
 from llm_policy.errors import InputError
+from llm_policy.models import load_tokenizer
 from tasks.questions.data import normalised
-from tasks.riddles import PYRIDDLE, WORDS, Arguments, make_judge, riddle, riddles
+from tasks.riddles import PYRIDDLE, WORDS, Arguments, make_judge, make_task, riddle, riddles
 
 TASK = ("--task", "riddles", "--config", "configs/riddles_laptop.yaml", "--report_to", "none")
 
@@ -192,3 +194,25 @@ def test_judging_on_another_file(answering_llama, tmp_path, capsys):
     assert evaluate_policy.main([*judged, "--test_dataset", str(tmp_path / "mine.jsonl")]) == 0
     assert "constant:piano" in (printed := capsys.readouterr().out)
     assert "1 held-out questions of" in printed
+
+
+def test_the_warm_start_teaches_no_label(answering_llama):
+    training, tokenizer = SimpleNamespace(seed=0, max_completion_length=64), load_tokenizer(answering_llama)
+    task = make_task(asked(options=3, by_letter=True), training, tokenizer)
+    assert {tuple(replies) for _, replies in task.lessons} == {tuple(map(WORDS.reply, "ABC"))}
+    task = make_task(asked(), training, tokenizer)
+    pairs = list(zip(task.rows, task.lessons, strict=True))
+    assert all(len(set(replies)) == 4 for _, (_, replies) in pairs)
+    assert sum(WORDS.reply(row["answers"][0]) in replies for row, (_, replies) in pairs) < len(pairs) / 3
+
+
+def test_the_lines_of_the_reward_are_chance_and_the_most(answering_llama):
+    training, tokenizer = SimpleNamespace(seed=0, max_completion_length=64), load_tokenizer(answering_llama)
+    task = make_task(asked(options=4), training, tokenizer)
+    assert task.reward_lines([1, 0, 0, 0]) == {"reward/random option": 1.5, "reward/all right": 3.0}
+    assert task.reward_lines([0, 1, 0, 2]) == {"reward/random option": 1.5, "reward/all right": 3.0}
+
+
+def test_a_run_that_was_judged_on_few_questions_is_judged_on_those_again():
+    found = make_judge({"test_questions": 3}, None, 0, 0)
+    assert len(found.questions) == len(make_judge(found.settings, None, 0, 0).questions) == 3

@@ -377,6 +377,8 @@ def test_no_run_begins_in_a_checkpoint_of_another(tmp_path):
     check_output_dir(tmp_path / "checkpoint-5/mine", resumes=False)
     (tmp_path / CONFIG_FILE).touch()
     with pytest.raises(InputError, match="lies in a checkpoint of another run; choose another folder"):
+        check_output_dir(tmp_path / "checkpoint-6", resumes=False)
+    with pytest.raises(InputError, match="lies in a checkpoint of another run; choose another folder"):
         check_output_dir(tmp_path / "checkpoint-5/mine", resumes=False)
 
 

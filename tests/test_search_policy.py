@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import yaml
 from PIL import Image
@@ -15,11 +16,21 @@ from tiny_models import build_tiny_model
 import search_policy
 from llm_policy.environments.gym_env import make_gym_environment
 from llm_policy.errors import InputError, run_script
+from llm_policy.policy_search import proposers
 from llm_policy.policy_search.answer_log import read_log
 from llm_policy.policy_search.endpoint import KEY_VARIABLE
-from llm_policy.policy_search.judge import PolicyValue, Row, SearchComparison, published_of, row_of, verdict_of
+from llm_policy.policy_search.judge import (
+    PolicyValue,
+    Row,
+    SearchComparison,
+    SearchJudge,
+    published_of,
+    row_of,
+    verdict_of,
+)
 from llm_policy.policy_search.parameters import search_problem
-from llm_policy.policy_search.search import Step
+from llm_policy.policy_search.proposers import ProposerSettings, make_proposer
+from llm_policy.policy_search.search import SearchSettings, Step
 from llm_policy.run_files import ROOT, only_process_in, resolved_config
 from search_policy import closing_lines, main, read_arguments
 
@@ -469,3 +480,44 @@ def test_settings_survive_the_resolved_config(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(resolved_config(*first)))
     again, _ = read_arguments(["--config", str(tmp_path / "config.yaml")])
     assert first == again
+
+
+def test_the_optimum_and_the_description_of_a_file_are_told(tmp_path):
+    (tmp_path / "lake.txt").write_text("Ice as far as you see.\n")
+    told = ["--optimum_hint", "exact", "--describe_environment", "true", "--description_file", tmp_path / "lake.txt"]
+    assert main(small_run(tmp_path / "out", *told)) == 0
+    prompts = [r["prompt"][1]["content"] for r in read_log(tmp_path / "out/answers.jsonl") if r["kind"] == "answer"]
+    for prompt in prompts:
+        assert "\n\nIce as far as you see.\n\nThe best possible return is about 0.7442.\n\n" in prompt
+
+
+def test_settings_reach_the_model(tiny_model):
+    own = {"model_name_or_path": str(tiny_model), "dtype": "float32", "temperature": 0.5, "max_completion_tokens": 7}
+
+    def config_of(ask_reason: bool):
+        chosen = SearchSettings(seed=3, ask_reason=ask_reason)
+        proposer = make_proposer(search_problem("FrozenLake-v1"), ProposerSettings(**own), chosen, None, None)
+        assert proposer.seed == 3
+        return proposer.generation_config
+
+    one_line, with_reason = config_of(False), config_of(True)
+    assert (one_line.temperature, one_line.max_new_tokens) == (0.5, 7)
+    assert set(with_reason.eos_token_id) < set(one_line.eos_token_id), "a line break is no end before the reason"
+
+
+def test_settings_reach_the_endpoint(monkeypatch):
+    monkeypatch.setattr(proposers, "EndpointProposer", lambda *arguments: arguments)
+    own = {"model_name": "m", "base_url": "http://h/v1", "max_completion_tokens": 77, "temperature": 0.3}
+    own |= {"endpoint_retries": 4, "endpoint_timeout_seconds": 9.0}
+    made = make_proposer(
+        search_problem("FrozenLake-v1"), ProposerSettings("endpoint", **own), SearchSettings(seed=5), None, None
+    )
+    assert made == ("m", "http://h/v1", 77, 0.3, 5, 4, 9.0)
+
+
+def test_a_sampled_value_has_the_standard_error_of_its_mean():
+    problem, parameters = search_problem("CartPole-v1"), (0.0,) * 10
+    judges = SearchJudge(problem, 20, 0)
+    totals = problem.returns(parameters, 20, judges.seed)
+    assert judges(parameters).value == np.mean(totals)
+    assert judges(parameters).standard_error == pytest.approx(np.std(totals, ddof=1) / 20**0.5)

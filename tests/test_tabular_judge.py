@@ -322,3 +322,16 @@ def test_a_judge_is_made_again_from_its_own_settings():
 def test_an_unknown_observation():
     with pytest.raises(InputError, match=r"^--observation 'pixels': expected one of grid, coordinates"):
         frozen_lake.make_judge({"observation": "pixels"}, Scripted(), 1, 0)
+
+
+@pytest.mark.parametrize(("settings", "is_fixed"), [({}, True), ({"thought": "search"}, False)])
+def test_a_thought_that_looks_at_the_map_is_sampled_and_not_taken_for_granted(settings, is_fixed, monkeypatch):
+    asked = []
+
+    def sampled(*arguments):
+        asked.append(arguments[-1])
+        return np.zeros((11, 4)), np.full((11, 1, 4), 0.25), 1.0
+
+    monkeypatch.setattr(tabular, "sampled_answers", sampled)
+    tabular.TableJudge([LAKE], lake_words("coordinates"), Scripted(), settings).answers(None, samples=1)
+    assert asked == [is_fixed]

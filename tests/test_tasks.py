@@ -18,6 +18,7 @@ import tasks
 import train_script
 from llm_policy.environments import expert_q
 from llm_policy.environments.gym_table import GymTable
+from llm_policy.environments.policy_table import score_policy, uniform_policy
 from llm_policy.errors import InputError, run_script
 
 NO_PICTURES = ("--report_to", "none")
@@ -160,6 +161,11 @@ def test_a_game_of_ones_own_trains_and_is_judged(key_room, taught, tmp_path):
     csv = tmp_path / "expert.csv"
     expert_q.main(["--env_id", "key_room:KeyRoom-v0", "--rows", "states", "--output", str(csv)])
     assert len(expert_q.read_expert_csv(csv, key_room.KeyRoom)) == 18  # nobody opens the door without the key
+
+
+def test_within_so_few_steps_that_nothing_can_be_done_every_policy_is_optimal(key_room):
+    score = score_policy(key_room.KeyRoom(), uniform_policy(20, 4), horizon_steps=3)
+    assert (score.percent_of_optimal, score.regret) == (100.0, 0.0)
 
 
 def test_a_game_of_ones_own_is_played_by_ppo_and_judged_exactly(key_room, tmp_path):

@@ -28,7 +28,7 @@ from llm_policy.errors import InputError, run_script
 from llm_policy.grpo.stages import GRPO_FOLDER, WARM_START_FOLDER
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.models import load_model, load_tokenizer
-from llm_policy.run_files import ROOT, only_process_in
+from llm_policy.run_files import ROOT, only_process_in, write_run_files
 from tasks.tabular import TableJudge
 from train_script import main, read_options
 
@@ -654,3 +654,16 @@ def test_bad_input_is_one_line_and_writes_nothing(more, message, places, tmp_pat
     assert lines[0].startswith("error: ")
     assert message.format(tmp=places) in lines[0]
     assert files() == before
+
+
+@pytest.mark.parametrize(("begun_in", "is_refused"), [(1, True), (2, False)])
+def test_another_batch_is_another_run_but_in_another_number_of_processes(begun_in, is_refused, tmp_path):
+    asked = small_run(tmp_path / "model", tmp_path / "out", "--resume_from_checkpoint", "auto")
+    begun = train_script.read_options(asked)
+    write_run_files(tmp_path / "out", begun.groups, begun.config, 0, {}, "a CPU", processes=begun_in)
+    other = train_script.read_options([*asked, "--per_device_train_batch_size", "16"])
+    if is_refused:
+        with pytest.raises(InputError, match=r"^--per_device_train_batch_size 16: .* was begun with the default"):
+            train_script.is_finished(other)
+    else:
+        assert not train_script.is_finished(other)

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from tiny_policies import adapter_weights, add_random_adapter, random_policy, to
 from trl import ModelConfig
 
 from llm_policy.chat import Reader
+from llm_policy.checkpoints import COMPLETE_MARK
 from llm_policy.completions import action_index, parse_completion, tagged
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
 from llm_policy.errors import InputError
@@ -315,3 +318,49 @@ def test_the_check_asks_lessons_from_the_first_to_the_last():
     assert warm_start.sampled_format_validity(None, Noting(None), lessons, lambda *_: True) == 1.0
     assert len(asked) == warm_start.SAMPLED_PROMPTS
     assert [asked[0], asked[-1]] == ["0", "51"]
+
+
+OTHERWISE_TAUGHT = {
+    "lora_r": 4, "lora_alpha": 5, "lora_target_modules": ["q_proj"], "lora_dropout": 0.5, "use_rslora": True,
+    "warm_start_steps": 3, "warm_start_prompts": 4, "warm_start_learning_rate": 0.5, "warm_start_threshold": 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERWISE_TAUGHT)
+def test_another_adapter_or_setting_makes_another_warm_start(name):
+    """Else a run would stand on a shared one of another rank, or of one step, in silence."""
+    script, model = ScriptArguments(), ModelConfig()
+    before = stages.warm_start_checksum(script, model, "m", [])
+    setattr(script if hasattr(script, name) else model, name, OTHERWISE_TAUGHT[name])
+    assert stages.warm_start_checksum(script, model, "m", []) != before
+
+
+def test_what_has_reached_the_threshold_is_not_taught_further(tmp_path, monkeypatch):
+    """Killed between its last step and the mark of a finished warm start."""
+    monkeypatch.setattr(warm_start, "sampled_format_validity", lambda *_: 1.0)
+    monkeypatch.setattr(warm_start, "CHECK_EVERY_STEPS", 2)
+    teach = partial(started, tmp_path / "warm_start", warm_start="always", warm_start_steps=6)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PeftModel, "save_pretrained", killed)
+        with pytest.raises(KeyboardInterrupt):
+            teach()
+    _, report = teach()
+    assert report["steps"] == 2
+
+
+def test_a_shared_one_that_another_run_has_just_made_is_not_written_over(tmp_path, monkeypatch):
+    """It ended its own between our look into the folder and our lock."""
+
+    @contextmanager
+    def locked_late(folder):
+        folder.mkdir()
+        (folder / COMPLETE_MARK).touch()
+        yield
+
+    monkeypatch.setattr(warm_start, "alone_at", locked_late)
+    with pytest.raises(InputError, match="another run has just made seed-0; start again"):
+        started(tmp_path / "seed-0", warm_start="always", warm_start_folder=str(tmp_path))

@@ -109,7 +109,8 @@ def score_policy(
         percent = 100.0 * success / best.optimal_success if best.optimal_success > 0 else 100.0
         regret, at_horizon = best.optimal_success - success, earned
     else:
-        percent = 100.0 * (earned - best.random_return) / (best.optimal_return - best.random_return)
+        spread = best.optimal_return - best.random_return  # 0: within so few steps nothing can be done
+        percent = 100.0 * (earned - best.random_return) / spread if spread > 0 else 100.0
         regret = best.optimal_return - earned
         at_horizon = float(policy_return(environment.success_mdp, policy_SA, horizon_steps=horizon_steps))
     most_probable_SA = optimal_actions(policy_SA)

@@ -104,7 +104,7 @@ def environment_description(environment: GymEnvironment) -> str:
     `InputError` for an environment, or options of one, that are not described here.
     """
     lake_options = {"map_name", "desc", "is_slippery"}
-    if environment.env_id == "FrozenLake-v1" and set(environment.options) <= lake_options:
+    if environment.env_id in ("FrozenLake-v1", "FrozenLake8x8-v1") and set(environment.options) <= lake_options:
         rows = lake_grid(environment.env)
         return _LAKE.format(
             rows=len(rows),

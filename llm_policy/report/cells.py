@@ -55,6 +55,8 @@ def listed(texts: Sequence[str], of: str = "") -> str:
         return f"{', '.join(texts)}{of}"
     if len(set(texts)) == 1:
         return f"{texts[0]}{of} in all {len(texts)}"
-    numbers = sorted((text for text in texts if text.replace(".", "").lstrip("-").isdigit()), key=float)
+    values = {text: text.replace(",", "") for text in texts}
+    are_numbers = (text for text in texts if values[text].replace(".", "").lstrip("-").isdigit())
+    numbers = sorted(are_numbers, key=lambda text: float(values[text]))
     others = [text for text in dict.fromkeys(texts) if text not in numbers]
     return ", ".join([f"{numbers[0]} to {numbers[-1]}" if numbers else "", *others]).strip(", ") + of
