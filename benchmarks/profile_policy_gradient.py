@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from stable_baselines3.common.logger import Logger
 
         from llm_policy.policy_gradient.learner import make_learner
-    take_granted_threads()
+    take_granted_threads(useful=None if arguments.reads_text else 1)
     learner = make_learner(arguments)
     algorithm, clock = learner.algorithm, Clock()
     algorithm.set_logger(Logger(None, []))

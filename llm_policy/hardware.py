@@ -34,19 +34,25 @@ def device_text(on_gpu: bool = False) -> str:
     return ", ".join([f"{torch.get_num_threads()} CPU threads", processor_name(), *settings])
 
 
-def take_granted_threads() -> str:
+def take_granted_threads(useful: int | None = None) -> str:
     """Lower PyTorch's threads to what the container is granted; a line that says so, "" where nothing changes.
 
     PyTorch counts the processor's cores, and threads beyond the quota wait for each other. OMP_NUM_THREADS decides by
     hand.
+
+    Args:
+        useful: lower them to so many in any case. What is computed is too small for more, and beside other programs
+            idle threads only wait for a core.
     """
     import torch
 
     threads, granted = torch.get_num_threads(), granted_threads()
-    if granted is None or granted >= threads or "OMP_NUM_THREADS" in os.environ:
+    limits = {granted: "this container is granted no more", useful: "more would gain nothing"}
+    most = min((limit for limit in limits if limit is not None), default=threads)
+    if most >= threads or "OMP_NUM_THREADS" in os.environ:
         return ""
-    torch.set_num_threads(granted)
-    return f"threads: {granted} instead of {threads}, for this container is granted no more (OMP_NUM_THREADS overrides)"
+    torch.set_num_threads(most)
+    return f"threads: {most} instead of {threads}, for {limits[most]} (OMP_NUM_THREADS overrides)"
 
 
 def granted_threads() -> int | None:

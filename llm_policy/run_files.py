@@ -116,7 +116,9 @@ def check_output_dir(output_dir: Path, resumes: bool, own: Collection[str] = ())
     """
     for parent in (output_dir.absolute(), *output_dir.absolute().parents):
         if re.fullmatch(r"checkpoint-\d+", parent.name) and (parent.parent / CONFIG_FILE).exists():
-            raise InputError(f"--output_dir {output_dir}: lies in a checkpoint of another run; choose another folder")
+            raise InputError(
+                f"--output_dir {output_dir}: is or lies in a checkpoint of another run; choose another folder"
+            )
     if not output_dir.exists():
         return
     if not output_dir.is_dir():

@@ -251,9 +251,9 @@ def _dynamics(expert: pd.DataFrame) -> list[Finding]:
     if not here > WRONG_DYNAMICS:
         return []
     message = (
-        f"mean Bellman residual {here:.3f} of the largest Q, 0 is exact with Gymnasium's rewards. With rewards of your "
-        "own pass over this; else average more learners, or take --method value_iteration "
-        "(python -m llm_policy.environments.expert_q)"
+        f"mean Bellman residual {here:.3f} of the largest Q, 0 is exact; average more learners, or take "
+        "--method value_iteration (python -m llm_policy.environments.expert_q). It tells nothing of Q-values that have "
+        "other rewards than Gymnasium's"
     )
     return [Finding("rough Q-values", message)]
 

@@ -78,3 +78,27 @@ def test_a_containers_quota_bounds_the_threads(quota, threads, by_hand, expected
     assert taken[-1] == expected
     assert line.startswith(f"threads: {expected} instead of {threads}" if expected != threads else "")
     assert bool(line) == (expected != threads)
+
+
+@pytest.mark.parametrize(
+    ("quota", "by_hand", "expected", "reason"),
+    [
+        (None, None, 1, "more would gain nothing"),
+        ("200000 100000", None, 1, "more would gain nothing"),
+        (None, "8", 8, ""),
+    ],
+)
+def test_what_is_small_takes_no_more_threads_than_are_useful(quota, by_hand, expected, reason, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if by_hand:
+        monkeypatch.setenv("OMP_NUM_THREADS", by_hand)
+    file = tmp_path / "cpu.max"
+    if quota is not None:
+        file.write_text(quota)
+    monkeypatch.setattr(hardware, "CPU_QUOTA", file)
+    taken = [8]
+    monkeypatch.setattr("torch.get_num_threads", lambda: taken[-1])
+    monkeypatch.setattr("torch.set_num_threads", taken.append)
+    line = hardware.take_granted_threads(useful=1)
+    assert taken[-1] == expected
+    assert line == (f"threads: 1 instead of 8, for {reason} (OMP_NUM_THREADS overrides)" if reason else "")

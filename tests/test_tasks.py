@@ -143,8 +143,11 @@ def key_room(monkeypatch, tmp_path):
     (tmp_path / "key_room.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(tasks.TASKS, "key_room", "key_room")
+    monkeypatch.setattr(GymTable, "known", dict(GymTable.known))
     yield importlib.import_module("key_room")
-    del sys.modules["key_room"], GymTable.known["KeyRoom-v0"], gymnasium.registry["KeyRoom-v0"]
+    del sys.modules["key_room"]
+    for env_id in ("KeyRoom-v0", "PitRoom-v0"):
+        gymnasium.registry.pop(env_id, None)
 
 
 def test_a_game_of_ones_own_trains_and_is_judged(key_room, taught, tmp_path):
@@ -178,6 +181,7 @@ def test_a_game_of_ones_own_is_played_by_ppo_and_judged_exactly(key_room, tmp_pa
     rows = json.loads((out / "evaluation.json").read_text())["policies"]
     assert rows[0]["policy"] == "optimal"
     assert rows[0]["return_at_horizon"] == pytest.approx(6)
+    assert evaluate_policy.main(["--policies", str(out), "expert", "--episodes", "5"]) == 0
 
 
 def test_a_game_that_ends_badly_has_to_say_so(key_room):
@@ -196,4 +200,3 @@ def test_a_game_that_ends_badly_has_to_say_so(key_room):
     assert said.success_mdp.rewards_SA[0, down] == 0
     assert said.success_mdp.rewards_SA[18, right] == said.success_mdp.rewards_SA[14, down] == 1
     assert said.success_mdp.rewards_SA.sum() == 2 + 2  # from the last cell itself, where nobody comes
-    del GymTable.known["PitRoom-v0"], gymnasium.registry["PitRoom-v0"]

@@ -191,8 +191,8 @@ def _draw(axes: Axes, drawing: Drawing, panel: Panel, cell_points: float) -> Non
     axes.set(xlim=(0, columns), ylim=(rows, 0), aspect="equal", xticks=[], yticks=[])
     for row, letters in enumerate(drawing.cells):
         for column, letter in enumerate(letters):
-            colour = CELL_COLOURS.get(letter, CELL_COLOURS["."])
-            axes.add_patch(Rectangle((column, row), 1, 1, facecolor=colour, edgecolor="white"))
+            ground = CELL_COLOURS.get(letter, CELL_COLOURS["."])
+            axes.add_patch(Rectangle((column, row), 1, 1, facecolor=ground, edgecolor="white"))
             label = drawing.labels.get((row, column), letter.strip("."))
             colour = "white" if letter in DARK_CELLS else LETTER_COLOUR
             axes.text(column + 0.08, row + 0.24, label, fontsize=min(8, 0.24 * cell_points), color=colour)

@@ -12,6 +12,7 @@ import numpy as np
 
 from llm_policy.environments.mdp import (
     AGREEMENT_GAMMA,
+    PROBABILITY_ROUNDING,
     greedy_policy,
     optimal_actions,
     optimal_q,
@@ -109,8 +110,9 @@ def score_policy(
         percent = 100.0 * success / best.optimal_success if best.optimal_success > 0 else 100.0
         regret, at_horizon = best.optimal_success - success, earned
     else:
-        spread = best.optimal_return - best.random_return  # 0: within so few steps nothing can be done
-        percent = 100.0 * (earned - best.random_return) / spread if spread > 0 else 100.0
+        spread = best.optimal_return - best.random_return
+        nothing_to_gain = spread < PROBABILITY_ROUNDING * max(1.0, abs(best.optimal_return))  # within so few steps
+        percent = 100.0 if nothing_to_gain else 100.0 * (earned - best.random_return) / spread
         regret = best.optimal_return - earned
         at_horizon = float(policy_return(environment.success_mdp, policy_SA, horizon_steps=horizon_steps))
     most_probable_SA = optimal_actions(policy_SA)

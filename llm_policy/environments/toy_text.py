@@ -110,7 +110,7 @@ class Taxi(GymTable):
 
 
 def gym_tables() -> dict[str, type[GymTable]]:
-    """CliffWalking, Taxi, and those of modules that have been imported, by `env_id`."""
+    """By `env_id`: CliffWalking and Taxi, which are made known here, and those of modules that have been imported."""
     return GymTable.known
 
 

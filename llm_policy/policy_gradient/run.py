@@ -1,13 +1,11 @@
 """One run: environment, actor and algorithm -> training -> judgement -> files. What train_policy_gradient.py does."""
 
 import json
-import os
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
-import torch
 from stable_baselines3.common.utils import set_random_seed
 
 from llm_policy import run_files
@@ -34,10 +32,8 @@ FINISHED = (
 
 def train(folder: Path, arguments: PolicyGradientArguments, config: str) -> None:
     # The environment, the actor and the algorithm
-    if threads := take_granted_threads():
+    if threads := take_granted_threads(useful=None if arguments.reads_text else 1):
         print(threads)
-    if not arguments.reads_text and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # networks this small gain nothing by a second one, which waits beside other programs
     learner = make_learner(arguments)
     print(about(learner, arguments, config), flush=True)
     resume = checkpoint_to_resume_from(folder, arguments.resume_from_checkpoint)
