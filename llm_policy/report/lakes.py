@@ -150,7 +150,7 @@ def _baseline_rows(seed: dict) -> list[list[object]]:
     return [
         [
             f"*{name}, {ice}*",
-            "exact",
+            "none",
             f"{row['success_probability']:.4f}",
             f"{row['success_at_horizon']:.4f}",
             "",
