@@ -227,7 +227,7 @@ def search_text(
 
     That is each cell beside it by its name, and `-` where the search has come by already, the hole's letter, or, where
     it goes on later, the next of `TURNS` (A for the agent) and the name again, which stand so once more when its turn
-    has come. Last is the agent's own cell, with each cell beside it, a mark, and the action that leads there: `-` is on
+    has come. Last is the agent's own cell, with each cell beside it, a mark, and the action that leads there: `+` is on
     a shortest way, `!` a hole. So every word follows from what stands before it, or is looked up there or in the map.
 
     Args:
@@ -242,7 +242,7 @@ def search_text(
     04>03g03
     g03>02h02 04-
     h02>01A01 03-
-    A01> 00.LEFT 02-RIGHT
+    A01> 00.LEFT 02+RIGHT
     """
     queue, turns = deque(("", goal) for goal in goals), cycle(TURNS)
     steps, lines = dict.fromkeys(goals, 0), []  # from each cell to the nearest goal
@@ -258,11 +258,12 @@ def search_text(
         for _, near in queue:
             steps.setdefault(near, steps[cell] + 1)
         lines.append(f"{turn}{name(cell)}>{' '.join(marks)}")
-    # The mark directly before the action: a model that attends to what stood behind a `-` copies it into the answer
+    # The mark directly before the action, and in no other line: a model that attends to what stood behind a `+` copies
+    # it into the answer
     beside_agent = []
     for action, near, letter in around(here):
         is_nearer = here in steps and steps.get(near, steps[here]) < steps[here]
-        mark = "-" if is_nearer else "!" if letter == hole else "."
+        mark = "+" if is_nearer else "!" if letter == hole else "."
         beside_agent.append(f"{name(near)}{mark}{action}")
     return "\n".join([*lines, f"A{name(here)}> {' '.join(beside_agent)}"])
 

@@ -74,8 +74,8 @@ def test_a_search_comes_from_the_goal_in_the_maps_letters():
     def thought(state):
         return parse_completion(reply(CLIFF, state, 1, "search")).thought.splitlines()
 
-    assert thought(35) == ["3b>3aC 2bA2b", "A2b> 2a.LEFT 3b-DOWN 1b.UP"]
-    assert thought(34) == ["3b>3aC 2bg2b", "g2b>2aA2a 3b- 1bh1b", "A2a> 29.LEFT 3a!DOWN 2b-RIGHT 1a.UP"]
+    assert thought(35) == ["3b>3aC 2bA2b", "A2b> 2a.LEFT 3b+DOWN 1b.UP"]
+    assert thought(34) == ["3b>3aC 2bg2b", "g2b>2aA2a 3b- 1bh1b", "A2a> 29.LEFT 3a!DOWN 2b+RIGHT 1a.UP"]
 
 
 def test_cells_are_named():

@@ -69,11 +69,11 @@ THINKING = [
         "LEFT 31: ice (30: hole, out, 21: ice) 1 on. DOWN out. RIGHT 33: goal. "
         "UP 22: ice (21: ice, 23: hole, 12: ice) 2 on.",
     ),
-    ("search", GRID, 14, "33>32A32 23H|A32> 31.LEFT 33-RIGHT 22.UP"),
+    ("search", GRID, 14, "33>32A32 23H|A32> 31.LEFT 33+RIGHT 22.UP"),
     (
         "search", GRID, 6,
         "33>32g32 23H|g32>31h31 33- 22i22|h31>30H 32- 21j21|"
-        "i22>21- 32- 23H 12A12|A12> 11!LEFT 22-DOWN 13!RIGHT 02.UP",
+        "i22>21- 32- 23H 12A12|A12> 11!LEFT 22+DOWN 13!RIGHT 02.UP",
     ),
     ("search", ("SHG", "FHF"), 3, "02>01H 12g12|g12>11H 02-|A10> 11!RIGHT 00.UP"),  # no way
 ]  # fmt: skip
@@ -93,14 +93,14 @@ def test_where_a_search_has_come_by_beside_the_agent_it_is_a_step_nearer_to_a_go
         for row, column, mark, action in re.findall(r"(\S)(\S)(\S)([A-Z]+)", beside):
             down, right = MOVES[ACTIONS.index(action)]
             assert (int(row), int(column)) == (state // 5 + down, state % 5 + right)
-            assert (mark == "-") == (distance_S[5 * int(row) + int(column)] < distance_S[state])
+            assert (mark == "+") == (distance_S[5 * int(row) + int(column)] < distance_S[state])
             assert (mark == "!") == (grid[int(row)][int(column)] == "H")
     assert np.isfinite(distance_S[0])
 
 
 def test_a_search_marks_no_way_that_leads_away_from_the_nearest_goal():
     """01 has been come by, from the goal at the right, and is as far from it as 00 is from the one below."""
-    assert thought_text(("SFFG", "FFFF", "GFFF"), 0, "search").splitlines()[-1] == "A00> 10-DOWN 01.RIGHT"
+    assert thought_text(("SFFG", "FFFF", "GFFF"), 0, "search").splitlines()[-1] == "A00> 10+DOWN 01.RIGHT"
 
 
 @pytest.mark.parametrize("thought", THOUGHTS)

@@ -77,11 +77,11 @@ def test_thoughts_by_hand():
     assert thought(waiting, "neighbours") == "SOUTH 40: Y, NORTH 20: free, EAST wall, WEST out."
     assert thought(waiting, "search").splitlines() == [
         "To R. 00>10g10 01h01", "g10>20i20 00- 11j11", "h01>11- 00-", "i20>30A30 10- 21k21",
-        "A30> 40.SOUTH 20-NORTH",
+        "A30> 40.SOUTH 20+NORTH",
     ]  # fmt: skip
     lines = thought(riding, "search").splitlines()
     assert lines[:4] == ["To B. 43>33g33 44h44", "g33>43- 23i23 34j34", "h44>34- 43-", "i23>33- 13k13 24l24 22m22"]
-    assert lines[-2:] == ["u42>32- 41A41", "A41> 31-NORTH 42-EAST"]
+    assert lines[-2:] == ["u42>32- 41A41", "A41> 31+NORTH 42+EAST"]
 
 
 def test_the_room_by_its_cells():
@@ -107,7 +107,7 @@ def test_a_step_to_where_the_search_has_come_by_is_the_best_one():
     best_SA = best_actions(TAXI)
     for state in TAXI.acting_states:
         last = parse_completion(reply(TAXI, state, 0, "search")).thought.splitlines()[-1]
-        nearer = re.findall(r"\d\d-([A-Z]+)", last)
+        nearer = re.findall(r"\d\d\+([A-Z]+)", last)
         best = {TAXI.actions[action] for action in np.flatnonzero(best_SA[state])}
         assert best == set(nearer) if nearer else best in ({"PICKUP"}, {"DROPOFF"})
 

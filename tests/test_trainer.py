@@ -496,7 +496,8 @@ def expected_trainer(architecture, folder, action_entropy_coef=0.0, **options):
         "action_rewards": lambda rows: ACTION_REWARDS[[row["row"] for row in rows]],
         "action_entropy_coef": action_entropy_coef,
     }
-    options["trainer_options"] = {"objective": objective, "guesses": options.pop("guesses", None)} | names_and_rewards
+    own = {name: options.pop(name) for name in ("guesses", "action_baseline") if name in options}
+    options["trainer_options"] = {"objective": objective} | own | names_and_rewards
     trainer = trainer_of(PolicyTrainer, architecture, folder, **options)
     trainer.model.train()
     trainer.current_gradient_accumulation_steps = 1  # train() sets it; most tests ask for one loss alone
@@ -538,6 +539,7 @@ def batch_of(trainer, rows, completions, advantages) -> dict[str, torch.Tensor]:
         "advantages": torch.as_tensor(advantages, dtype=torch.float32),
         "num_items_in_batch": completion_mask.sum(),
         "action_rewards": ACTION_REWARDS[rows],
+        "action_baseline": torch.zeros(len(rows), len(ACTIONS)),
     }
 
 
@@ -697,16 +699,16 @@ def test_thoughts_that_differ_are_not_taught_what_pays_everywhere(tmp_path):
     trainer = expected_trainer("llama", tmp_path, objective="natural")
     trainer.num_generations, trainer.num_generations_eval = 2, 2
     texts = [f"<think>{thought}</think><answer>{action}</answer>" for thought, action in (("a", "UP"), ("b", "LEFT"))]
-    mean_A = ACTION_REWARDS[[row["row"] for row in trainer.train_dataset]].mean(0)
+    mean_A = ACTION_REWARDS.mean(0)
     batch = batch_of(trainer, [0, 0], [encoded(trainer, text) for text in texts], [0.0] * 2)
     named = trainer.expected.named_actions(batch["completion_ids"], batch["completion_mask"])
     assert len(named) == 2
     trainer._reward_B = torch.tensor([float(mean_A[n.action]) for n in named]).double()
     rewards_BA = mean_A.double().repeat(2, 1)
-    trainer.state.max_steps = 10
-    assert trainer._advantages_without_luck(batch, rewards_BA).abs().max() > 0.5
-    trainer.action_baseline = 1.0
-    assert trainer._advantages_without_luck(batch, rewards_BA).tolist() == [0.0, 0.0]
+    assert trainer._advantages_without_luck(batch, rewards_BA, torch.zeros(4)).abs().max() > 0.5
+    trainer.action_baseline, trainer.state.max_steps = 1.0, 10
+    whole_A = trainer._baseline_A(rewards_BA)
+    assert trainer._advantages_without_luck(batch, rewards_BA, whole_A).tolist() == [0.0, 0.0]
 
 
 def test_a_taught_thought_ends_where_its_padding_begins(tmp_path):
@@ -735,27 +737,40 @@ def test_a_group_that_is_cut_counts_as_one(tmp_path, monkeypatch):
 
 def test_one_thought_is_not_paid_for_what_its_drawn_action_earns(tmp_path):
     trainer = expected_trainer("llama", tmp_path, objective="natural")
-    trainer.num_generations, trainer.state.max_steps, trainer.action_baseline = 2, 10, 1.0
+    trainer.num_generations = 2
     texts = [f"{THOUGHT}<answer>{name}</answer>" for name in ("UP", "LEFT")]
     batch = batch_of(trainer, [0, 0], [encoded(trainer, text) for text in texts], [0.0] * 2)
     trainer._reward_B = ACTION_REWARDS[0][[ACTIONS.index("UP"), ACTIONS.index("LEFT")]].double()
-    assert trainer._advantages_without_luck(batch, ACTION_REWARDS[[0, 0]].double()).tolist() == [0.0, 0.0]
+    baseline_A = torch.tensor([0.2, -0.1, 0.0, -0.1]).double()
+    without = trainer._advantages_without_luck(batch, ACTION_REWARDS[[0, 0]].double(), baseline_A)
+    assert without.tolist() == [0.0, 0.0]
 
 
-def test_what_an_action_earns_everywhere_is_taken_off_and_less_of_it_with_every_step(tmp_path):
+def test_what_an_action_earns_in_all_states_of_a_batch_is_taken_off_and_less_of_it_with_every_step(tmp_path):
+    trainer = expected_trainer("llama", tmp_path)
+    mean_A = ACTION_REWARDS[:2].mean(0)
+    rows = [trainer.train_dataset[row] for row in (0, 1) for _ in range(GROUP)]
+    for step, share in ((0, 0.5), (4, 0.3), (10, 0.0)):
+        trainer.action_baseline, trainer.state.max_steps, trainer.state.global_step = 0.5, 10, step
+        found_BA = trainer._generate_and_score_completions(rows)["action_baseline"]
+        torch.testing.assert_close(found_BA, (share * (mean_A - mean_A.mean())).repeat(2 * GROUP, 1))
+
+
+def test_what_is_taken_off_changes_the_gradient_as_other_rewards_would(tmp_path):
     trainer = expected_trainer("llama", tmp_path)
     teach_names(trainer)
     batch = batch_of(trainer, [0, 1], [encoded(trainer, f"{THOUGHT}<answer>UP</answer>")] * 2, [0.0] * 2)
-    mean_A = ACTION_REWARDS[[row["row"] for row in trainer.train_dataset]].mean(0)
-    less = {**batch, "action_rewards": batch["action_rewards"] - 0.3 * (mean_A - mean_A.mean())}
+    baseline_BA = torch.tensor([0.2, -0.1, 0.0, -0.1]).repeat(2, 1)
+    less = {**batch, "action_rewards": batch["action_rewards"] - baseline_BA}
     expected = gradient(trainer, trainer._compute_loss(trainer.model, less))
-    trainer.action_baseline, trainer.state.max_steps, trainer.state.global_step = 0.5, 10, 4
-    assert_same_gradient(gradient(trainer, trainer._compute_loss(trainer.model, batch)), expected)
-    trainer.state.global_step = 10
-    whole = gradient(trainer, trainer._compute_loss(trainer.model, batch))
-    trainer.action_baseline = 0.0
-    assert torch.equal(whole, gradient(trainer, trainer._compute_loss(trainer.model, batch)))
-    assert not torch.allclose(whole, expected)
+    with_baseline = {**batch, "action_baseline": baseline_BA}
+    assert_same_gradient(gradient(trainer, trainer._compute_loss(trainer.model, with_baseline)), expected)
+    assert not torch.allclose(gradient(trainer, trainer._compute_loss(trainer.model, batch)), expected)
+
+
+def test_an_action_baseline_needs_several_states_in_a_batch(tmp_path):
+    with pytest.raises(InputError, match="--action_baseline 0.5: .* a batch has one state"):
+        expected_trainer("llama", tmp_path, per_device_train_batch_size=GROUP, action_baseline=0.5)
 
 
 @pytest.mark.parametrize("objective", ["cloning", "distillation"])

@@ -98,8 +98,8 @@ class ScriptArguments(WarmStartArguments):
     action_baseline: float = field(
         default=0.0,
         metadata={
-            "help": "Share of what each action earns in the mean over all states that is taken off its reward at "
-            "first (expected, natural); falls to 0 over the training. 1: no policy pays that does not read the state."
+            "help": "Share of what each action earns in the mean over the batch's states that is taken off its reward "
+            "at first (expected, natural); falls to 0 over the training. 1: what does not read the state does not pay."
         },
     )
     packed: bool = field(default=True, metadata={"help": "Train on one row per prompt; false: TRL's own pass."})

@@ -7,7 +7,6 @@ import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -108,7 +107,7 @@ class PolicyTrainer(GRPOTrainer):
             action_entropy_coef: c in the formulas of llm_policy/grpo/expected.py.
             form_coef: weight of the form's log-odds there.
             thought_coef: weight there of the thought that is taught, the one of `guesses`.
-            action_baseline: share of each action's mean reward that is taken off at first (expected.py).
+            action_baseline: share of each action's mean reward in a batch that is taken off at first (expected.py).
             guesses: dataset rows -> token ids of a likely completion of each (llm_policy/sampling.py).
             stands_on: files and folders of the run that one which resumes from a checkpoint needs besides.
         """
@@ -142,6 +141,11 @@ class PolicyTrainer(GRPOTrainer):
         self.is_supervised = objective in SUPERVISED
         self.action_rewards = action_rewards
         self.action_baseline = 0.0 if self.is_supervised else action_baseline  # else labels would be others
+        if self.action_baseline and args.generation_batch_size == self.num_generations:
+            raise InputError(
+                f"--action_baseline {action_baseline:g}: takes off what the states of a batch have in common, and here a "
+                "batch has one state; use a larger --per_device_train_batch_size or --gradient_accumulation_steps"
+            )
         self.guesses = guesses
         self.stands_on = stands_on
         self._guessed_B: list[list[int]] | None = None  # for the rows that are being sampled
@@ -238,8 +242,12 @@ class PolicyTrainer(GRPOTrainer):
         if self.expected:
             rewards_BA = torch.as_tensor(self.action_rewards(inputs), device=output["advantages"].device)
             output["action_rewards"] = rewards_BA.float()
+            baseline_A = self._baseline_A(rewards_BA)
+            output["action_baseline"] = baseline_A.float().repeat(
+                len(rewards_BA), 1
+            )  # rows: it is cut up like the rest
             if self.expected.name == "natural" and self.multi_objective_aggregation == "sum_then_normalize":
-                output["advantages"] = self._advantages_without_luck(output, rewards_BA)
+                output["advantages"] = self._advantages_without_luck(output, rewards_BA, baseline_A)
             if self.expected.thought_coef:
                 taught = [torch.tensor(ids, device=rewards_BA.device) for ids in self._guessed_B]
                 output["taught_ids"] = pad_sequence(
@@ -248,7 +256,7 @@ class PolicyTrainer(GRPOTrainer):
                 output["taught_mask"] = pad_sequence([torch.ones_like(ids) for ids in taught], batch_first=True)
         return output
 
-    def _advantages_without_luck(self, output, rewards_BA: torch.Tensor) -> torch.Tensor:
+    def _advantages_without_luck(self, output, rewards_BA: torch.Tensor, baseline_A: torch.Tensor) -> torch.Tensor:
         """TRL's group advantages (B,), of rewards without what the sampled action earned above its state's mean.
 
         Where thoughts differ the action stays in, less the baseline: else they would be taught what pays everywhere.
@@ -256,7 +264,6 @@ class PolicyTrainer(GRPOTrainer):
         group = self.num_generations if self.model.training else self.num_generations_eval
         named = self.expected.named_actions(output["completion_ids"], output["completion_mask"])
         first = self.accelerator.process_index * len(rewards_BA)
-        baseline_A = self._baseline_A(rewards_BA)
         reward_B = self._reward_B[first : first + len(rewards_BA)].clone()
         for n in named:
             reward_B[n.completion] -= baseline_A[n.action]
@@ -364,7 +371,7 @@ class PolicyTrainer(GRPOTrainer):
                 rewards_BA = inputs["action_rewards"]
                 answers = len(self._branch_log_probabilities) - len(taught)
                 own = self._branch_log_probabilities[:answers]
-                term, sums = self.expected.loss(own, rewards_BA, named, self._baseline_A(rewards_BA))
+                term, sums = self.expected.loss(own, rewards_BA, named, inputs["action_baseline"][0])
                 self._log_means(sums, len(named))
                 groups = -(-len(rewards_BA) // self.num_generations)  # one that is cut counts, as in `exemplars`
                 if self.expected.form_coef:
@@ -386,13 +393,10 @@ class PolicyTrainer(GRPOTrainer):
     def _baseline_A(self, rewards_BA: torch.Tensor) -> torch.Tensor:
         """What is taken off each action's reward now, (A,), 0 in the mean; nothing once the training is over."""
         share = self.action_baseline * max(0.0, 1 - self.state.global_step / max(1, self.state.max_steps))
-        return share * self._lead_A.to(rewards_BA) if share else rewards_BA.new_zeros(rewards_BA.size(1))
-
-    @cached_property
-    def _lead_A(self) -> torch.Tensor:
-        """What a well-formed completion earns with each action above the mean of all, in the mean over the dataset."""
-        mean_A = torch.as_tensor(self.action_rewards(list(self.train_dataset))).mean(0)
-        return mean_A - mean_A.mean()
+        if not share:
+            return rewards_BA.new_zeros(rewards_BA.size(1))
+        mean_A = self.accelerator.gather(rewards_BA).mean(0)
+        return share * (mean_A - mean_A.mean())
 
     def _log_means(self, sums: dict[str, torch.Tensor], count: int) -> None:
         """Log each sum over `count`, both over all processes: each must stop where the others do."""
