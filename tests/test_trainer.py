@@ -769,7 +769,7 @@ def test_what_is_taken_off_changes_the_gradient_as_other_rewards_would(tmp_path)
 
 
 def test_an_action_baseline_needs_several_states_in_a_batch(tmp_path):
-    with pytest.raises(InputError, match="--action_baseline 0.5: .* a batch has one state"):
+    with pytest.raises(InputError, match=r"--action_baseline 0\.5: .* a batch has one state"):
         expected_trainer("llama", tmp_path, per_device_train_batch_size=GROUP, action_baseline=0.5)
 
 

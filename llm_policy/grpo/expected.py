@@ -25,7 +25,8 @@ the states of the batch, above the mean of all actions, and w falls linearly fro
 training. At w = 1 every policy that does not read the state earns the same, so that only what tells states apart pays.
 Without it the first gradients of all states agree on the action that is best in most of them, and a policy can fall
 into it and stay. The mean is the batch's own: what its few states have in common by chance would move all states, too,
-and Adam takes a small common gradient for a large one. Under `natural` the other tokens are rewarded so, too; under `expected` they keep the whole reward.
+and Adam takes a small common gradient for a large one. Under `natural` the other tokens are rewarded so, too; under
+`expected` they keep the whole reward.
 
 With `form_coef` one completion of each group that is well-formed and names an action teaches its form, too. At its
 tokens t besides the action, as long as one goes wrong more often than SURE,

@@ -143,8 +143,8 @@ class PolicyTrainer(GRPOTrainer):
         self.action_baseline = 0.0 if self.is_supervised else action_baseline  # else labels would be others
         if self.action_baseline and args.generation_batch_size == self.num_generations:
             raise InputError(
-                f"--action_baseline {action_baseline:g}: takes off what the states of a batch have in common, and here a "
-                "batch has one state; use a larger --per_device_train_batch_size or --gradient_accumulation_steps"
+                f"--action_baseline {action_baseline:g}: takes off what the states of a batch have in common, and here "
+                "a batch has one state; use a larger --per_device_train_batch_size or --gradient_accumulation_steps"
             )
         self.guesses = guesses
         self.stands_on = stands_on
