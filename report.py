@@ -26,7 +26,7 @@ from llm_policy.report import files
 from llm_policy.report.ablations import ablations_section
 from llm_policy.report.drawing import drawing_section, drawings, write_drawing_curves
 from llm_policy.report.lakes import of_studies, results_section, training_results, write_learning_curves
-from llm_policy.report.maps import maps_and_observations, maps_section, probe_section, write_map_curves
+from llm_policy.report.maps import maps_section, of_maps, probe_section, thoughts_section, write_map_curves
 from llm_policy.report.other_games import other_games, other_games_section
 from llm_policy.report.policy_gradient import policy_gradient_section, policy_gradients, write_episode_curves
 from llm_policy.report.questions import arc_section, question_results, questions_section
@@ -39,14 +39,14 @@ from llm_policy.report.supervision import flaws_section, supervision_section, wr
 BEGIN, END = "<!-- {name}: written by report.py -->", "<!-- end of {name} -->"
 SECTIONS = (
     "summary", "results", "ablations", "supervision", "supervision_flaws", "supervision_maps", "maps", "observations",
-    "probe", "other_games", "search", "policy_gradient", "questions", "arc", "drawing", "speed",
+    "thoughts", "probe", "other_games", "search", "policy_gradient", "questions", "arc", "drawing", "speed",
 )  # fmt: skip
 
 
 def all_sections(results: Mapping[str, list[dict]]) -> dict[str, str]:
     """Section -> its table. Sections without results are left out."""
     searches = policy_searches()
-    maps, observations = maps_and_observations(results)
+    maps = of_maps(results)
     taught = {name: seeds for name, seeds in of_studies(results, SUPERVISION).items() if "_maps_" in name}
     on_one_lake = of_studies(results, CANONICAL, ORIGINAL)
     played, games = policy_gradients(), other_games()
@@ -57,8 +57,9 @@ def all_sections(results: Mapping[str, list[dict]]) -> dict[str, str]:
         "supervision": supervision_section(results) if "cloning_slippery" in results else None,
         "supervision_flaws": flaws_section(results) if "natural_wrong_tenth" in results else None,
         "supervision_maps": maps_section(taught) if taught else None,
-        "maps": maps_section(maps) if maps else None,
-        "observations": maps_section(observations) if observations else None,
+        "maps": maps_section(maps["maps"]) if maps["maps"] else None,
+        "observations": maps_section(maps["observations"]) if maps["observations"] else None,
+        "thoughts": thoughts_section(maps["thoughts"]) if maps["thoughts"] else None,
         "other_games": other_games_section(games) if games else None,
         "search": search_section(searches, results) if searches else None,
     }

@@ -13,21 +13,26 @@ import numpy as np
 from llm_policy.environments.frozen_lake import ACTIONS, Grid, acting_states, grid_of, lake_mdp, leads_to_goal
 from llm_policy.environments.mdp import AGREEMENT_GAMMA, optimal_actions, optimal_q
 from llm_policy.report import files
-from llm_policy.report.cells import each, link_to, markdown, values
+from llm_policy.report.cells import each, link_to, listed, markdown, values
 from llm_policy.report.dates import date_and_commit, made, made_by
 from llm_policy.report.lakes import last_step, of_studies, write_curves
-from llm_policy.report.studies import MAPS, TRAINED
+from llm_policy.report.studies import MAPS, TRAINED, WARM_START
 
 OBSERVATION, OBSERVED = "observation_", "random_maps_dry"  # results with another observation, and what they change
+THOUGHT = "thought_"  # results in which the model looks the map up itself
 
 
-def maps_and_observations(results: Mapping[str, list[dict]]) -> tuple[dict[str, list[dict]], dict[str, list[dict]]]:
-    """Name -> finished seeds: the results with the usual observation, and those of the comparison of observations."""
+def of_maps(results: Mapping[str, list[dict]]) -> dict[str, dict[str, list[dict]]]:
+    """Section -> name -> finished seeds: the usual observation, the comparison of observations, thoughts that look."""
     on_maps = of_studies(results, MAPS)
-    observations = {name: seeds for name, seeds in on_maps.items() if name.startswith(OBSERVATION)}
-    maps = {name: seeds for name, seeds in on_maps.items() if name not in observations}
-    unchanged = {name: seeds for name, seeds in maps.items() if name == OBSERVED}
-    return maps, unchanged | observations if observations else {}
+    found: dict[str, dict[str, list[dict]]] = {"maps": {}, "observations": {}, "thoughts": {}}
+    for name, seeds in on_maps.items():
+        is_other = {"observations": OBSERVATION, "thoughts": THOUGHT}
+        section = next((section for section, start in is_other.items() if name.startswith(start)), "maps")
+        found[section][name] = seeds
+    if found["observations"] and OBSERVED in on_maps:
+        found["observations"] = {OBSERVED: on_maps[OBSERVED]} | found["observations"]
+    return found
 
 
 def maps_section(results: Mapping[str, list[dict]]) -> str:
@@ -58,6 +63,43 @@ def maps_section(results: Mapping[str, list[dict]]) -> str:
             ]
         )
     return markdown(headers, rows)
+
+
+def thoughts_section(results: Mapping[str, list[dict]]) -> str:
+    """One row per result: how far the policy comes, how many thoughts are true, and whether the answer follows them."""
+    headers = [
+        "result", "thought", "trained, percent of the optimum", "warm start", "untrained", "optimal states per map",
+        "true thoughts, warm start", "true thoughts, trained", "behind a false thought the answer changes",
+        "best by the thought, the prompt, neither", "steps", "minutes", "date, commit",
+    ]  # fmt: skip
+    rows = []
+    for name, seeds in results.items():
+        trained = [seed["policies"][TRAINED] for seed in seeds]
+        followed = [seed["thoughts"][TRAINED]["behind_false_thoughts"] for seed in seeds]
+        shares = [
+            " / ".join(f"{100 * found[kind]:.0f}" for kind in ("thought", "prompt", "neither")) for found in followed
+        ]
+        rows.append(
+            [
+                link_to(name, seeds),
+                f"{seeds[0]['thought']}, {'slippery' if seeds[0]['is_slippery'] else 'not slippery'}",
+                values(trained, "percent_of_optimal", 1),
+                _percent_of_optimal(seeds, WARM_START),
+                _percent_of_optimal(seeds, "untrained"),
+                each(trained, lambda row: f"{row['optimal_states']:.1f}", f" of {trained[0]['acting_states']:.1f}"),
+                *(each(seeds, lambda seed, row=row: _true_thoughts(seed, row)) for row in (WARM_START, TRAINED)),
+                each(followed, lambda found: f"{100 * found['changed']:.0f} %"),
+                f"{listed(shares)} %",
+                each(seeds, last_step),
+                each(seeds, lambda seed: f"{seed['minutes']:.0f}"),
+                made_by(seeds),
+            ]
+        )
+    return markdown(headers, rows)
+
+
+def _true_thoughts(seed: dict, policy: str) -> str:
+    return f"{100 * seed['thoughts'][policy]['true_thoughts']:.1f} %"
 
 
 def _percent_of_optimal(seeds: Sequence[dict], beginning: str) -> str:
@@ -149,7 +191,8 @@ def probe_section(file: Path) -> str:
 
 
 def write_map_curves(results: Mapping[str, list[dict]]) -> None:
-    maps, _ = maps_and_observations(results)
+    found = of_maps(results)
+    maps = found["maps"] | found["thoughts"]
     for is_slippery, name in ((False, "random_maps_dry"), (True, "random_maps_slippery")):
         on_maps = {name: seeds for name, seeds in maps.items() if seeds[0]["is_slippery"] == is_slippery}
         title = f"Maps never seen in training, {'slippery' if is_slippery else 'not slippery'}"
