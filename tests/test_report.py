@@ -521,6 +521,27 @@ def test_maps_section(results):
     assert rows() == [row.format("none, 100 %, 50 %, none", "dead end 1, no answer 1")]
 
 
+def test_thoughts_have_a_table_of_their_own(results):
+    for seed, success in ((1, 0.5), (2, 0.7)):
+        folder = results / f"maps_never_seen/thought_neighbours_dry/seed-{seed}"
+        write_seed(folder, success, is_slippery=False, run={"commit": "b" * 40, "thought": "neighbours"})
+        evaluation = json.loads((folder / "evaluation.json").read_text())
+        evaluation["policies"] += [policy("untrained, greedy", 0.01, 1), policy("warm start, greedy", 0.02, 1)]
+        followed = {"changed": success, "thought": 0.75, "prompt": 0.05, "neither": 0.2, "states": 100}
+        evaluation["thoughts"] = {
+            "warm start, greedy": {"true_thoughts": 0.951},
+            "trained, greedy": {"true_thoughts": 0.99, "behind_false_thoughts": followed},
+        }
+        (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    found = maps.of_maps(lakes.training_results())
+    assert (list(found["maps"]), list(found["thoughts"])) == ([], ["thought_neighbours_dry"])
+    assert maps.thoughts_section(found["thoughts"]).splitlines()[2:] == [
+        "| [thought_neighbours_dry](results/maps_never_seen/thought_neighbours_dry) | neighbours, not slippery "
+        "| **60.0** (50.0, 70.0) | 2.0 | 1.0 | 9.0, 9.0 of 11.0 | 95.1 %, 95.1 % | 99.0 %, 99.0 % | 50 %, 70 % "
+        f"| 75 / 5 / 20, 75 / 5 / 20 % | 2, 2 | 4, 4 | {WHEN} |"
+    ]
+
+
 @pytest.mark.parametrize(
     ("grid", "letters", "expected"),
     [
