@@ -26,6 +26,7 @@ SUMMARY_SEARCH = "props_frozen_lake"
 SUMMARY_POLICY_GRADIENTS = {  # what each is called there; within the step limit
     "frozen_lake_ppo_mlp": "PPO, a network that reads the state's number",
     "frozen_lake_ppo_frozen": "PPO, behind SmolLM2-135M-Instruct that reads the grid",
+    "frozen_lake_trpo_frozen": "TRPO, behind the same",
 }
 
 
