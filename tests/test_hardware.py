@@ -62,18 +62,29 @@ QUOTAS = [
 ]
 
 
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """(quota or None, PyTorch's threads, OMP_NUM_THREADS or None) -> the numbers of threads taken, one by one."""
+
+    def made(quota: str | None, threads: int, by_hand: str | None) -> list[int]:
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if by_hand:
+            monkeypatch.setenv("OMP_NUM_THREADS", by_hand)
+        file = tmp_path / "cpu.max"
+        if quota is not None:
+            file.write_text(quota)
+        monkeypatch.setattr(hardware, "CPU_QUOTA", file)
+        taken = [threads]
+        monkeypatch.setattr("torch.get_num_threads", lambda: taken[-1])
+        monkeypatch.setattr("torch.set_num_threads", taken.append)
+        return taken
+
+    return made
+
+
 @pytest.mark.parametrize(("quota", "threads", "by_hand", "expected"), QUOTAS)
-def test_a_containers_quota_bounds_the_threads(quota, threads, by_hand, expected, tmp_path, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if by_hand:
-        monkeypatch.setenv("OMP_NUM_THREADS", by_hand)
-    file = tmp_path / "cpu.max"
-    if quota is not None:
-        file.write_text(quota)
-    monkeypatch.setattr(hardware, "CPU_QUOTA", file)
-    taken = [threads]
-    monkeypatch.setattr("torch.get_num_threads", lambda: taken[-1])
-    monkeypatch.setattr("torch.set_num_threads", taken.append)
+def test_a_containers_quota_bounds_the_threads(quota, threads, by_hand, expected, machine):
+    taken = machine(quota, threads, by_hand)
     line = hardware.take_granted_threads()
     assert taken[-1] == expected
     assert line.startswith(f"threads: {expected} instead of {threads}" if expected != threads else "")
@@ -88,17 +99,8 @@ def test_a_containers_quota_bounds_the_threads(quota, threads, by_hand, expected
         (None, "8", 8, ""),
     ],
 )
-def test_what_is_small_takes_no_more_threads_than_are_useful(quota, by_hand, expected, reason, tmp_path, monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if by_hand:
-        monkeypatch.setenv("OMP_NUM_THREADS", by_hand)
-    file = tmp_path / "cpu.max"
-    if quota is not None:
-        file.write_text(quota)
-    monkeypatch.setattr(hardware, "CPU_QUOTA", file)
-    taken = [8]
-    monkeypatch.setattr("torch.get_num_threads", lambda: taken[-1])
-    monkeypatch.setattr("torch.set_num_threads", taken.append)
+def test_what_is_small_takes_no_more_threads_than_are_useful(quota, by_hand, expected, reason, machine):
+    taken = machine(quota, 8, by_hand)
     line = hardware.take_granted_threads(useful=1)
     assert taken[-1] == expected
     assert line == (f"threads: 1 instead of 8, for {reason} (OMP_NUM_THREADS overrides)" if reason else "")

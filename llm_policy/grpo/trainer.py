@@ -243,9 +243,7 @@ class PolicyTrainer(GRPOTrainer):
             rewards_BA = torch.as_tensor(self.action_rewards(inputs), device=output["advantages"].device)
             output["action_rewards"] = rewards_BA.float()
             baseline_A = self._baseline_A(rewards_BA)
-            output["action_baseline"] = baseline_A.float().repeat(
-                len(rewards_BA), 1
-            )  # rows: it is cut up like the rest
+            output["action_baseline"] = baseline_A.float().expand_as(rewards_BA)  # a row each: it is cut like the rest
             if self.expected.name == "natural" and self.multi_objective_aggregation == "sum_then_normalize":
                 output["advantages"] = self._advantages_without_luck(output, rewards_BA, baseline_A)
             if self.expected.thought_coef:

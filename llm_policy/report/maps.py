@@ -27,9 +27,8 @@ def of_maps(results: Mapping[str, list[dict]]) -> dict[str, dict[str, list[dict]
     on_maps = of_studies(results, MAPS)
     found: dict[str, dict[str, list[dict]]] = {"maps": {}, "observations": {}, "thoughts": {}}
     for name, seeds in on_maps.items():
-        is_other = {"observations": OBSERVATION, "thoughts": THOUGHT}
-        section = next((section for section, start in is_other.items() if name.startswith(start)), "maps")
-        found[section][name] = seeds
+        is_observation, is_thought = name.startswith(OBSERVATION), name.startswith(THOUGHT)
+        found["observations" if is_observation else "thoughts" if is_thought else "maps"][name] = seeds
     if found["observations"] and OBSERVED in on_maps:
         found["observations"] = {OBSERVED: on_maps[OBSERVED]} | found["observations"]
     return found
