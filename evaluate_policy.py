@@ -226,9 +226,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_output_dir(output_dir, resumes=False, own=OWN_FILES)
     with only_process_in(output_dir):
         comparison = judge_policies(arguments)
-        for name in OWN_FILES:  # of an earlier judgement
-            (output_dir / name).unlink(missing_ok=True)
+        earlier = {path: path.stat().st_mtime_ns for name in OWN_FILES if (path := output_dir / name).exists()}
         comparison.save(output_dir)
+        for path, written_ns in earlier.items():
+            if path.stat().st_mtime_ns == written_ns:  # this judgement has no such file
+                path.unlink()
         files = [name for name in OWN_FILES if (output_dir / name).exists()]
     print(f"saved {output_dir}: {', '.join(files)}")
     return 0

@@ -7,6 +7,7 @@ functions return at once.
 """
 
 import os
+import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -94,8 +95,15 @@ def add_up(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def progress(items: Collection[T], what: str, **options) -> "tqdm[T]":
-    """A bar on the terminal, of the main process alone."""
-    return tqdm(items, what, leave=False, disable=None if is_main() and len(items) > 1 else True, **options)
+    """A bar of the main process alone; in a log file nothing of what takes less than a minute."""
+    is_hidden, pace = not is_main() or len(items) < 2, bar_pace()
+    return tqdm(items, what, leave=False, disable=is_hidden, delay=pace["mininterval"], **pace, **options)
+
+
+def bar_pace() -> dict[str, float]:
+    """How often a bar is drawn, for `tqdm`: a log file keeps every drawing, so once a minute there."""
+    seconds = 0.1 if sys.stderr.isatty() else 60
+    return {"mininterval": seconds, "maxinterval": max(seconds, 10)}
 
 
 def check_agreement(facts: Mapping[str, object]) -> None:

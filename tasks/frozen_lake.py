@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
+import pandas as pd
 from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig
 
@@ -14,6 +16,7 @@ from llm_policy.environments.frozen_lake import (
     Grid,
     check_grid,
     grid_of,
+    random_grids,
     read_grid,
     shortest_path_policy,
 )
@@ -21,7 +24,7 @@ from llm_policy.environments.policy_table import best_actions
 from llm_policy.errors import InputError, check_choices
 from prompts import OBSERVATIONS, THOUGHTS, format_example, policy_messages
 from tasks import Task
-from tasks.tabular import ExpertArguments, TableJudge, Words, held_out, read_expert, table_task
+from tasks.tabular import ExpertArguments, TableJudge, Words, exact_expert, held_out, read_expert, table_task
 
 JUDGE_OPTIONS = (
     "map", "is_slippery", "observation", "thought", "horizon_steps", "episodes", "max_completion_length",
@@ -32,7 +35,9 @@ JUDGE_OPTIONS = (
 class Arguments(ExpertArguments):
     """Options of the lake."""
 
-    is_slippery: bool = field(default=True, metadata={"help": "The dynamics that the CSV was made for."})
+    rare: ClassVar[tuple[str, ...]] = ("map_size", "test_map_seed")
+
+    is_slippery: bool = field(default=True, metadata={"help": "The dynamics; those of the CSV."})
     observation: str = field(
         default="coordinates", metadata={"help": f"What the model sees: {', '.join(OBSERVATIONS)}."}
     )
@@ -40,12 +45,21 @@ class Arguments(ExpertArguments):
         default="place",
         metadata={"help": f"What the warm start teaches it to think: {', '.join(THOUGHTS)}."},
     )
-    test_maps: int = field(default=0, metadata={"help": "Hold out so many of the CSV's maps to judge on."})
+    random_maps: int = field(default=0, metadata={"help": "So many random maps, exact Q-values; no CSV."})
+    map_size: int = field(default=4, metadata={"help": "Rows and columns of the random maps."})
+    test_maps: int = field(default=0, metadata={"help": "Hold out so many of the maps to judge on."})
     test_map_seed: int = field(default=1, metadata={"help": "Seed of the draw of test maps."})
 
     def __post_init__(self) -> None:
         check_choices(self, {"observation": tuple(OBSERVATIONS), "thought": tuple(THOUGHTS)})
         super().__post_init__()
+        if self.map_size != type(self).map_size and not self.draws_maps:
+            raise InputError(f"--map_size {self.map_size}: is of maps that are drawn; give --random_maps, and no CSV")
+
+    @property
+    def draws_maps(self) -> bool:
+        """Whether the maps are random ones: a CSV that is named stands above them."""
+        return bool(self.random_maps) and self.expert_csv == ExpertArguments.expert_csv
 
 
 def lake_words(observation: str, thought: str = "place") -> Words:
@@ -87,9 +101,16 @@ def with_other_ice(grid: Grid, cell: Cell) -> Grid:
 
 
 def make_task(arguments: Arguments, training: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """The lakes of the CSV, some of them held out."""
-    expert = read_expert(arguments, FrozenLake, is_slippery=arguments.is_slippery)
-    expert, lakes = held_out(expert, arguments.test_maps, arguments.test_map_seed, arguments.expert_csv)
+    """The lakes of the CSV, or random ones, some of them held out."""
+    if arguments.draws_maps:
+        source = f"--random_maps {arguments.random_maps}"
+        grids = random_grids(arguments.random_maps, arguments.map_size)
+        expert = pd.concat([exact_expert(FrozenLake(grid, arguments.is_slippery)) for grid in grids], ignore_index=True)
+        print(f"{source}: exact Q-values of {len(expert)} states", flush=True)
+    else:
+        source = arguments.expert_csv
+        expert = read_expert(arguments, FrozenLake, is_slippery=arguments.is_slippery)
+    expert, lakes = held_out(expert, arguments.test_maps, arguments.test_map_seed, source)
     if arguments.test_maps:
         print(f"{arguments.test_maps} maps held out, {len(expert)} states to train on")
     words = lake_words(arguments.observation, arguments.thought)
@@ -99,7 +120,7 @@ def make_task(arguments: Arguments, training: GRPOConfig, tokenizer: PreTrainedT
     judge = TableJudge(lakes, words, reader, settings, arguments.episodes, training.seed, named_policies=shortest)
     unseen = lakes if arguments.test_maps else ()
     thoughts_count = arguments.thought != "place"
-    return table_task(arguments, training, tokenizer, words, expert, judge, unseen, thoughts_count)
+    return table_task(arguments, training, tokenizer, words, expert, source, judge, unseen, thoughts_count)
 
 
 def make_judge(settings: Mapping, reader: Reader, episodes: int, seed: int) -> TableJudge:

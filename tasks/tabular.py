@@ -341,6 +341,7 @@ def table_task(
     tokenizer: PreTrainedTokenizerBase,
     words: Words,
     expert: pd.DataFrame,
+    source: str,
     judge: TableJudge,
     unseen: Sequence[TableEnvironment] = (),
     thoughts_count: bool = False,
@@ -349,6 +350,7 @@ def table_task(
 
     Args:
         expert: from `read_expert_csv`, one row per state to train on.
+        source: where it is from, for the linter's lines.
         judge: of the maps of the last table.
         unseen: maps that training must not show.
         thoughts_count: the warm start goes on until the thoughts are true, and not only well-formed.
@@ -393,9 +395,7 @@ def table_task(
         found = lint(
             expert, prompts, tokenizer, shaping, context_tokens, training.max_completion_length, unseen, replies
         )
-        return [
-            replace(finding, source=arguments.expert_csv or str(expert["environment"].iloc[0])) for finding in found
-        ]
+        return [replace(finding, source=source) for finding in found]
 
     return Task(
         rows=rows,
@@ -481,14 +481,15 @@ def single_environment_task(
 ) -> Task:  # fmt: skip
     """The task of an environment without maps: trained and judged on all its acting states."""
     if arguments.expert_csv:
-        expert = read_expert(arguments, type(environment))
+        source, expert = arguments.expert_csv, read_expert(arguments, type(environment))
     else:
-        expert = exact_expert(environment)
+        source, expert = str(environment), exact_expert(environment)
         print(f"{environment}: exact Q-values of {len(expert)} states", flush=True)
     reader = Reader(tokenizer, training.max_completion_length)
     words, settings = words_of(arguments.observation, arguments.thought), arguments.words_settings()
     judge = TableJudge([environment], words, reader, settings, arguments.episodes, training.seed)
-    return table_task(arguments, training, tokenizer, words, expert, judge, thoughts_count="thought" in settings)
+    thoughts_count = "thought" in settings
+    return table_task(arguments, training, tokenizer, words, expert, source, judge, thoughts_count=thoughts_count)
 
 
 def single_environment_judge(
@@ -533,15 +534,15 @@ def read_expert(arguments: ExpertArguments, kind: type, **options) -> pd.DataFra
     return expert
 
 
-def held_out(expert: pd.DataFrame, maps: int, seed: int, csv: str = "the CSV") -> tuple[pd.DataFrame, list]:
+def held_out(expert: pd.DataFrame, maps: int, seed: int, source: str = "the CSV") -> tuple[pd.DataFrame, list]:
     """Rows to train on and `maps` environments to judge on whose rows are left out; 0: all rows, its first maps."""
     environments = list(dict.fromkeys(expert["environment"]))
     if not maps:
         return expert, environments[:MAPS_JUDGED]
     if maps >= len(environments):
         raise InputError(
-            f"--test_maps {maps}: {csv} has {len(environments)} maps, and one must be left to train on; name fewer or "
-            "make a CSV with more (python -m llm_policy.environments.expert_q --random_maps)"
+            f"--test_maps {maps}: {source} has {len(environments)} maps, and one must be left to train on; name fewer, "
+            "or take more maps (--random_maps)"
         )
     tested = random.Random(seed).sample(environments, maps)
     return expert[~expert["environment"].isin(tested)].reset_index(drop=True), tested

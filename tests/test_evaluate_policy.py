@@ -1,5 +1,6 @@
 """The command: models asked as they were trained, baselines by name, the files that it leaves, what it refuses."""
 
+import errno
 import json
 import sys
 from types import SimpleNamespace
@@ -87,6 +88,20 @@ def test_thoughts_of_a_run_are_judged_by_its_own_words(tmp_path, monkeypatch, ca
     # Without a model that thinks, no picture of an earlier judgement stays
     assert main(["--policies", "random", "--output_dir", str(tmp_path / "out")]) == 0
     assert not (tmp_path / "out/thoughts.png").exists()
+
+
+def test_a_judgement_that_cannot_be_saved_leaves_the_one_before(tmp_path, monkeypatch):
+    arguments = ["--policies", "random", "--output_dir", str(tmp_path)]
+    assert main(arguments) == 0
+    before = (tmp_path / "evaluation.json").read_text()
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    with pytest.raises(InputError, match="No space left"):
+        main([*arguments, "--seed", "5"])
+    assert (tmp_path / "evaluation.json").read_text() == before
 
 
 # The command -----------------------------------------------------------------------------------------------------

@@ -393,6 +393,19 @@ def test_a_launcher_under_nohup_outlives_its_terminal(tmp_path):
     assert child.returncode == 0
 
 
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_log_file_hears_once_a_minute_how_far_long_work_is(is_terminal, monkeypatch, capsys):
+    seconds = [1000.0]
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    bar = processes.progress(range(180), "judging")
+    bar._time = lambda: seconds[0]
+    bar.start_t = bar.last_print_t = seconds[0]
+    for _ in bar:
+        seconds[0] += 1.0
+    shown = capsys.readouterr().err.count("judging")
+    assert shown > 100 if is_terminal else 1 <= shown <= 3
+
+
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [

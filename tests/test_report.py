@@ -50,6 +50,7 @@ def write_seed(folder, success: float, is_slippery: bool = True, run: dict | Non
         {"step": 1, "seconds": 30.0, "learning_rate": 5e-4},
         {"step": 2, "seconds": 60.0, "policy/success_probability": success},
     ]
+    steps = [step | {"step_time": 30.0, "completions/mean_length": 39.0} for step in steps]
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(step)}\n" for step in steps))
     (folder / "result.txt").write_text(f"a table\nverdict: says {success} (warm start 5 steps, GRPO 30)\n")
     (folder / "minutes.txt").write_text("4.25\n")
@@ -536,9 +537,18 @@ def test_thoughts_have_a_table_of_their_own(results):
     found = maps.of_maps(lakes.training_results())
     assert (list(found["maps"]), list(found["thoughts"])) == ([], ["thought_neighbours_dry"])
     assert maps.thoughts_section(found["thoughts"]).splitlines()[2:] == [
-        "| [thought_neighbours_dry](results/maps_never_seen/thought_neighbours_dry) | neighbours, not slippery "
-        "| **60.0** (50.0, 70.0) | 2.0 | 1.0 | 9.0, 9.0 of 11.0 | 95.1 %, 95.1 % | 99.0 %, 99.0 % | 50 %, 70 % "
-        f"| 75 / 5 / 20, 75 / 5 / 20 % | 2, 2 | 4, 4 | {WHEN} |"
+        "| [thought_neighbours_dry](results/maps_never_seen/thought_neighbours_dry) | neighbours, not slippery | 39 "
+        "| **60.0** (50.0, 70.0) | 2.0 | 1.0 | 9.0, 9.0 of 11.0 |  | 95.1 %, 95.1 % | 99.0 %, 99.0 % | 50 %, 70 % "
+        f"| 75 / 5 / 20, 75 / 5 / 20 % | 2, 2 | 30, 30 | 4, 4 | {WHEN} |"
+    ]
+
+
+def test_a_thought_that_looks_at_nothing_has_empty_cells(results):
+    folder = results / "maps_never_seen/thought_place_dry/seed-1"
+    write_seed(folder, 0.5)
+    assert maps.thoughts_section(maps.of_maps(lakes.training_results())["thoughts"]).splitlines()[2:] == [
+        "| [thought_place_dry](results/maps_never_seen/thought_place_dry) | place, slippery | 39 "
+        f"| **50.0** (50.0) |  |  | 9.0 of 11.0 |  |  |  |  |  | 2 | 30 | 4 | {WHEN} |"
     ]
 
 

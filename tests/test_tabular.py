@@ -280,6 +280,26 @@ def test_a_thought_that_looks_has_to_be_true(thought, tmp_path):
 # The exact expert --------------------------------------------------------------------------------------------------
 
 
+def test_random_maps_are_those_of_a_csv(tmp_path, capsys):
+    csv = lakes_csv(tmp_path, 7, map_size=5, is_slippery=False)
+    training = GRPOConfig(output_dir=str(tmp_path), bf16=False, fp16=False)
+
+    def task(**options):
+        arguments = tasks.frozen_lake.Arguments(is_slippery=False, test_maps=3, **options)
+        return tasks.frozen_lake.make_task(arguments, training, tiny_tokenizer("llama", 384, False))
+
+    drawn, read = task(random_maps=7, map_size=5), task(expert_csv=csv)
+    assert "--random_maps 7: exact Q-values of" in capsys.readouterr().out
+    assert drawn.judge.settings == read.judge.settings
+    for name in ("state", "map", "prompt"):
+        assert column(drawn.rows, name) == column(read.rows, name)
+    np.testing.assert_allclose(column(drawn.rows, "q_values"), column(read.rows, "q_values"), atol=1e-9)
+    # A CSV that is named stands above a number of maps, as a configuration may have it
+    assert task(random_maps=5, expert_csv=csv).judge.settings == read.judge.settings
+    with pytest.raises(InputError, match="--map_size 5: is of maps that are drawn"):
+        task(expert_csv=csv, map_size=5)
+
+
 @pytest.mark.parametrize("environment", [FrozenLake(CANONICAL_GRIDS["4x4"], True), CliffWalking(), Taxi()], ids=str)
 def test_the_exact_expert_is_what_a_csv_of_it_holds(environment, tmp_path):
     csv = write_expert_csv(ExpertOptions(env_id=environment.env_id, rows="states", output=str(tmp_path / "e.csv")))

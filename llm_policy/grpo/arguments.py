@@ -98,8 +98,8 @@ class ScriptArguments(WarmStartArguments):
     action_baseline: float = field(
         default=0.0,
         metadata={
-            "help": "Share of what each action earns in the mean over the batch's states that is taken off its reward "
-            "at first (expected, natural); falls to 0 over the training. 1: what does not read the state does not pay."
+            "help": "Share of an action's mean reward in the batch that is taken off it (expected, natural), falling "
+            "to 0. At 1 no action pays that does not read the state."
         },
     )
     packed: bool = field(default=True, metadata={"help": "Train on one row per prompt; false: TRL's own pass."})

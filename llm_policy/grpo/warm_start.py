@@ -185,7 +185,8 @@ def teach_format(
     model.train()
     # No total: it usually ends after five steps, and a bar that counts to `max_steps` would promise the longest case.
     what = f"warm start, at most {max_steps} steps"
-    progress = tqdm(desc=what, unit="step", disable=not processes.is_main(), initial=report["steps"])
+    is_hidden = not processes.is_main()
+    progress = tqdm(desc=what, unit="step", disable=is_hidden, initial=report["steps"], **processes.bar_pace())
     try:
         last = max_steps if report["format_validity"] < threshold else 0  # killed between the last step and the end
         for step in range(report["steps"] + 1, last + 1):

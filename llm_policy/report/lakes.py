@@ -83,7 +83,7 @@ def seeds_of(folder: Path) -> list[dict]:
                     "maps": evaluation.get("maps"),
                     "command": shlex.split(read_text(folder / "command.txt")),
                     "observation": run.get("observation", ""),
-                    "thought": run.get("thought", ""),
+                    "thought": run.get("thought", "place"),
                     "thoughts": evaluation.get("thoughts", {}),
                     "policies": rows_by_name(evaluation, PolicyRow, TRAINED),
                     "metrics": metrics,

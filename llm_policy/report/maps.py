@@ -67,29 +67,29 @@ def maps_section(results: Mapping[str, list[dict]]) -> str:
 def thoughts_section(results: Mapping[str, list[dict]]) -> str:
     """One row per result: how far the policy comes, how many thoughts are true, and whether the answer follows them."""
     headers = [
-        "result", "thought", "trained, percent of the optimum", "warm start", "untrained", "optimal states per map",
-        "true thoughts, warm start", "true thoughts, trained", "behind a false thought the answer changes",
-        "best by the thought, the prompt, neither", "steps", "minutes", "date, commit",
+        "result", "thought", "tokens", "trained, percent of the optimum", "warm start", "untrained",
+        "optimal states per map", "maps lost, by their first wrong step", "true thoughts, warm start",
+        "true thoughts, trained", "behind a false thought the answer changes",
+        "best by the thought, the prompt, neither", "steps", "seconds per step", "minutes", "date, commit",
     ]  # fmt: skip
     rows = []
     for name, seeds in results.items():
         trained = [seed["policies"][TRAINED] for seed in seeds]
-        followed = [seed["thoughts"][TRAINED]["behind_false_thoughts"] for seed in seeds]
-        shares = [
-            " / ".join(f"{100 * found[kind]:.0f}" for kind in ("thought", "prompt", "neither")) for found in followed
-        ]
+        lengths = [line["completions/mean_length"] for seed in seeds for line in seed["metrics"]]
         rows.append(
             [
                 link_to(name, seeds),
                 f"{seeds[0]['thought']}, {'slippery' if seeds[0]['is_slippery'] else 'not slippery'}",
+                f"{np.mean(lengths):.0f}",
                 values(trained, "percent_of_optimal", 1),
                 _percent_of_optimal(seeds, WARM_START),
                 _percent_of_optimal(seeds, "untrained"),
                 each(trained, lambda row: f"{row['optimal_states']:.1f}", f" of {trained[0]['acting_states']:.1f}"),
-                *(each(seeds, lambda seed, row=row: _true_thoughts(seed, row)) for row in (WARM_START, TRAINED)),
-                each(followed, lambda found: f"{100 * found['changed']:.0f} %"),
-                f"{listed(shares)} %",
+                _first_wrong_steps(seeds),
+                *(_true_thoughts(seeds, policy) for policy in (WARM_START, TRAINED)),
+                *_followed(seeds),
                 each(seeds, last_step),
+                each(seeds, lambda seed: f"{np.median([line['step_time'] for line in seed['metrics']]):.0f}"),
                 each(seeds, lambda seed: f"{seed['minutes']:.0f}"),
                 made_by(seeds),
             ]
@@ -97,8 +97,18 @@ def thoughts_section(results: Mapping[str, list[dict]]) -> str:
     return markdown(headers, rows)
 
 
-def _true_thoughts(seed: dict, policy: str) -> str:
-    return f"{100 * seed['thoughts'][policy]['true_thoughts']:.1f} %"
+def _true_thoughts(seeds: Sequence[dict], policy: str) -> str:
+    """Empty where the thought looks at nothing."""
+    shares = [seed["thoughts"][policy]["true_thoughts"] for seed in seeds if policy in seed["thoughts"]]
+    return each(shares, lambda share: f"{100 * share:.1f} %")
+
+
+def _followed(seeds: Sequence[dict]) -> tuple[str, str]:
+    """How often a false thought changes the answer, and what the answer is then best by."""
+    found = [seed["thoughts"][TRAINED]["behind_false_thoughts"] for seed in seeds if TRAINED in seed["thoughts"]]
+    kinds = ("thought", "prompt", "neither")
+    shares = [" / ".join(f"{100 * followed[kind]:.0f}" for kind in kinds) for followed in found]
+    return each(found, lambda followed: f"{100 * followed['changed']:.0f} %"), listed(shares, " %") if shares else ""
 
 
 def _percent_of_optimal(seeds: Sequence[dict], beginning: str) -> str:
