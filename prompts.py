@@ -41,7 +41,7 @@ _LETTER_NAMES = {"S": "ice", "F": "ice", "H": "hole", "G": "goal"}
 
 def position(grid: Grid, state: int) -> str:
     """Row and column of the agent, both from 0."""
-    row, column = divmod(state, len(grid[0]))
+    row, column = _cell(grid, state)
     return f"You are at row {row}, column {column}."
 
 
@@ -62,33 +62,36 @@ def spaced_rows(grid: Grid, state: int) -> str:
 
 def coloured_rows(grid: Grid, state: int) -> str:
     """The map with the agent's cell marked by an ANSI colour, as Gymnasium's text rendering does it."""
-    row, column = divmod(state, len(grid[0]))
+    row, column = _cell(grid, state)
     return map_rows(grid, state, agent=f"\x1b[41m{grid[row][column]}\x1b[0m")
 
 
 def neighbours(grid: Grid, state: int) -> str:
     """What lies one step away in each direction."""
-    return _around(grid, state, lambda cell, move: _cell_name(grid, cell))
+    return _around(grid, state, lambda cell: _cell_name(grid, cell))
 
 
 def neighbours_with_ways(grid: Grid, state: int) -> str:
     """The same, and behind each neighbour of ice on how many sides ice or the goal follows."""
 
-    def name(cell: Cell, move: Cell) -> str:
+    def name(cell: Cell) -> str:
         if _cell_name(grid, cell) != "ice":
             return _cell_name(grid, cell)
-        onward = [(down, right) for down, right in MOVES if (down, right) != (-move[0], -move[1])]
-        behind = [_cell_name(grid, (cell[0] + down, cell[1] + right)) for down, right in onward]
-        count = behind.count("ice") + behind.count("goal")
+        _, count = _onward(grid, _cell(grid, state), cell)
         return f"ice with {count} {'way' if count == 1 else 'ways'} on"
 
     return _around(grid, state, name)
 
 
-def _around(grid: Grid, state: int, name: Callable[[Cell, Cell], str]) -> str:
-    row, column = divmod(state, len(grid[0]))
-    cells = [name((row + down, column + right), (down, right)) for down, right in MOVES]
-    return ", ".join(f"{action}: {cell}" for action, cell in zip(ACTIONS, cells, strict=True)) + "."
+def _around(grid: Grid, state: int, name: Callable[[Cell], str]) -> str:
+    beside = zip(ACTIONS, _beside(_cell(grid, state)), strict=True)
+    return ", ".join(f"{action}: {name(cell)}" for action, cell in beside) + "."
+
+
+def _onward(grid: Grid, here: Cell, cell: Cell) -> tuple[list[Cell], int]:
+    """The cells around `cell` besides the one that the agent comes from, and how many are ice or the goal."""
+    cells = [behind for behind in _beside(cell) if behind != here]
+    return cells, sum(_cell_name(grid, behind) in ("ice", "goal") for behind in cells)
 
 
 def _cell_name(grid: Grid, cell: Cell) -> str:
@@ -195,8 +198,7 @@ def think_ways(grid: Grid, state: int) -> str:
     for action, cell in zip(ACTIONS, _beside(here), strict=True):
         part = f"{action} {_looked_up(grid, cell)}"
         if _cell_name(grid, cell) == "ice":
-            onward = [behind for behind in _beside(cell) if behind != here]
-            count = sum(_cell_name(grid, behind) in ("ice", "goal") for behind in onward)
+            onward, count = _onward(grid, here, cell)
             part += f" ({', '.join(_looked_up(grid, behind) for behind in onward)}) {count} on"
         parts.append(part)
     return ". ".join(parts) + "."

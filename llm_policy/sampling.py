@@ -9,7 +9,8 @@ Axes: P prompts, R completions, C rows of a pass (completions that are equal so 
 a token, L places of the padded prompt, K own places of a row, N tokens of a pass, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
@@ -56,8 +57,7 @@ def sample_completions(
         P * completions_per_prompt lists of token ids, prompt by prompt, each up to and with its end token.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # its layers hold the adapter
-    was_training, shipped = model.training, model.generation_config
-    model.eval()
+    shipped = model.generation_config
     model.generation_config = GenerationConfig()
     prompts_per_batch = max(1, rows_per_batch // completions_per_prompt)
     if noise_RT is None:
@@ -66,19 +66,30 @@ def sample_completions(
     completions: list[list[int]] = []
     try:
         firsts = range(0, len(prompts), prompts_per_batch)
-        for first in progress(firsts, "asking the model", unit="batch"):  # many maps: minutes on a CPU
-            batch = prompts[first : first + prompts_per_batch]
-            guessed = guesses and guesses[first : first + prompts_per_batch]
-            for place in range(0, completions_per_prompt, rows_per_batch):  # once, unless a prompt has more than fit
-                group = min(rows_per_batch, completions_per_prompt - place)
-                noise = noise_RT[first * completions_per_prompt + place :][: len(batch) * group]
-                completions.extend(
-                    _sample_batch(model, batch, generation_config, group, allowed_tokens, guessed, noise)
-                )
+        with evaluating(model):
+            for first in progress(firsts, "asking the model", unit="batch"):  # many maps: minutes on a CPU
+                batch = prompts[first : first + prompts_per_batch]
+                guessed = guesses and guesses[first : first + prompts_per_batch]
+                for place in range(0, completions_per_prompt, rows_per_batch):  # once, unless a prompt has more
+                    group = min(rows_per_batch, completions_per_prompt - place)
+                    noise = noise_RT[first * completions_per_prompt + place :][: len(batch) * group]
+                    completions.extend(
+                        _sample_batch(model, batch, generation_config, group, allowed_tokens, guessed, noise)
+                    )
     finally:
         model.generation_config = shipped
-        model.train(was_training)
     return completions
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Without dropout; afterwards as before."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 def _sample_batch(

@@ -44,7 +44,7 @@ from llm_policy.grpo.answers import (
     true_thoughts,
     words_said,
 )
-from llm_policy.grpo.diagnostics import Judgement
+from llm_policy.grpo.diagnostics import OPTIMAL_LINE, Judgement
 from llm_policy.run_files import ROOT
 from llm_policy.tables import show
 from rewards import REWARD_SHAPES, Reward, RewardShaping, reward_functions, well_formed_rewards
@@ -247,13 +247,13 @@ class TableJudge:
             return policy_figure([(f"{title}: {verdict}", first, policies_SA[0], best_actions(first))])
 
         return Judgement(
-            metrics=means
-            | {
+            metrics={
+                **means,
                 "optimal_states": sum(score.optimal_states for score in scores),
                 "format_validity": answers["format_validity"],
                 "mutual_information": mutual_information(policies_SA, environments),
-            }
-            | {name: answers[name] for name in TRUTH if name in answers},
+                **{name: answers[name] for name in TRUTH if name in answers},
+            },
             verdict=verdict,
             is_optimal=min(score.percent_of_optimal for score in scores) >= OPTIMAL_PERCENT,
             draw=draw,
@@ -376,7 +376,7 @@ def table_task(
         return {
             f"reward/always {actions[constant]}": float(rewards_PA[:, constant].mean()),
             "reward/uniform policy": float(rewards_PA.mean()),
-            "reward/optimal policy": float(rewards_PA.max(axis=1).mean()),
+            OPTIMAL_LINE: float(rewards_PA.max(axis=1).mean()),
         }
 
     is_tagged = tagged(lambda answer: action_index(answer, actions) is not None)
@@ -549,7 +549,7 @@ def held_out(expert: pd.DataFrame, maps: int, seed: int, source: str = "the CSV"
 
 
 def balancing_weights(q_values_PA: np.ndarray) -> np.ndarray:
-    """Weights (P,) that sum to 1: in draws with them each action is the best one equally often.
+    """Weights (P,) that sum to 1: in draws with them each action is the best one equally often, ties aside.
 
     With three states where LEFT is best and one where UP is: 1/6, 1/6, 1/6, 1/2. A state with several best actions
     weighs their mean, one where all are best (the goal out of reach) nothing, because it teaches nothing.

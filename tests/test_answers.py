@@ -97,6 +97,7 @@ OUTSIDE = {
     "none says anything else": ([f"{THOUGHT}UP</answer>"] * 3, [0.25] * 4),
     "one without an answer": ([f"{THOUGHT}UP</answer>", f"{THOUGHT}DOWN</answer>", "?"], [0.25] * 4),
     "spelt otherwise": ([f"{THOUGHT}UP</answer>", f"{THOUGHT}Left</answer>", f"{THOUGHT}UP</answer>"], [1, 0, 0, 0]),
+    "a second answer": ([f"{THOUGHT}UP</answer><answer>LEFT</answer>"] * 3, [0.25] * 4),
     "two of them": ([f"{THOUGHT}Left</answer>", f"{THOUGHT}Down</answer>", f"{THOUGHT}UP</answer>"], [0.5, 0.5, 0, 0]),
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from llm_policy.grpo.diagnostics import COLLAPSE_STEPS, Judgement, MetricsFile, PolicyDiagnostics
+from llm_policy.grpo.diagnostics import COLLAPSE_STEPS, OPTIMAL_LINE, Judgement, MetricsFile, PolicyDiagnostics
 
 ARGUMENTS = SimpleNamespace(logging_strategy="steps", save_strategy="steps")
 PARTLY_LEARNED = Judgement({}, "partly learned")
@@ -68,6 +68,21 @@ def test_steps_on_completions_used_before_say_nothing_new():
 def test_the_expected_objective_collapses_with_its_action_entropy_only():
     assert stopped_at([1.0] * 20, "collapsed", [0.4, 0.001]) == (None, "partly learned")
     assert stopped_at([1.0] * 20, "collapsed", [0.002, 0.001])[0] == 1 + COLLAPSE_STEPS
+
+
+@pytest.mark.parametrize(("reward", "stop"), [(1.5, None), (1.4, 1 + COLLAPSE_STEPS)])
+def test_who_earns_all_that_there_is_has_not_collapsed(reward, stop):
+    """With a flawed expert that is no optimum of the game."""
+    trainer = SimpleNamespace(_metrics={"train": defaultdict(list)})
+    diagnostics = PolicyDiagnostics(trainer, None, 0, "collapsed", {OPTIMAL_LINE: 1.5})
+    stops = []
+    for step in range(1, 10):
+        trainer._metrics["train"].update({"frac_reward_zero_std": [1.0], "action/entropy": [0.001], "reward": [reward]})
+        control = SimpleNamespace(should_training_stop=False)
+        diagnostics.on_step_end(ARGUMENTS, SimpleNamespace(global_step=step, max_steps=1000), control)
+        diagnostics.on_log(None, None, None)
+        stops += [step] * control.should_training_stop
+    assert stops[:1] == ([] if stop is None else [stop])
 
 
 def test_what_is_not_logged_yet_is_of_the_steps_before():

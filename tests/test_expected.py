@@ -1,6 +1,7 @@
 """Where the answer stands, and the term at it."""
 
 import copy
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from llm_policy.grpo.expected import (
     ExpectedObjective,
     NamedAction,
     action_token_ids,
-    find_answer,
     luck_of_actions,
     without_answers,
 )
@@ -40,19 +40,29 @@ ANSWERS = {
 }
 
 
+def named_in(text: str, tokenizer, actions: Sequence[str]) -> tuple[list[int], list[NamedAction]]:
+    ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    ids_BT = torch.tensor([ids])
+    return ids, ExpectedObjective(tokenizer, actions, 0.0).named_actions(ids_BT, torch.ones_like(ids_BT))
+
+
 @pytest.mark.parametrize("split_actions", [False, True])
 @pytest.mark.parametrize("case", ANSWERS)
-def test_find_answer(case, split_actions):
+def test_where_a_completion_names_its_action(case, split_actions):
     text, name = ANSWERS[case]
     tokenizer = tokenizer_of("llama", split_actions)
-    names = action_token_ids(tokenizer, ACTIONS)
-    ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-    found = find_answer(tokenizer, ids, ACTIONS, names)
-    if name is None:
-        assert found is None
-    else:
-        assert tokenizer.decode(ids[: found.start]) == text[: text.index("<answer>") + len("<answer>")]
-        assert tuple(ids[found.start : found.stop]) == names[ACTIONS.index(name)]
+    ids, found = named_in(text, tokenizer, ACTIONS)
+    assert len(found) == (name is not None)
+    for n in found:
+        assert tokenizer.decode(ids[: n.start]) == text[: text.index("<answer>") + len("<answer>")]
+        assert tuple(ids[n.start : n.stop]) == action_token_ids(tokenizer, ACTIONS)[ACTIONS.index(name)]
+        assert n.action == ACTIONS.index(name)
+
+
+def test_an_action_that_begins_with_another_one_is_refused():
+    """Else the shorter one's probability would contain the longer one's, and the worse of the two could win."""
+    with pytest.raises(InputError, match="actions 'LEFT' and 'LEFT UP': one begins with the other"):
+        action_token_ids(tokenizer_of("llama"), ("UP", "LEFT UP", "LEFT"))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
@@ -94,9 +104,7 @@ def test_actions_in_another_order_are_found_by_their_names():
 
 def test_a_name_that_is_no_legal_action_is_not_found():
     tokenizer = tokenizer_of("llama")
-    ids = tokenizer.encode("<think>.</think><answer>LEFT</answer>", add_special_tokens=False)
-    others = ("SOUTH", "NORTH")
-    assert find_answer(tokenizer, ids, others, action_token_ids(tokenizer, others)) is None
+    assert named_in("<think>.</think><answer>LEFT</answer>", tokenizer, ("SOUTH", "NORTH"))[1] == []
 
 
 # The term ------------------------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ import tasks
 import train_script
 from llm_policy.environments import expert_q
 from llm_policy.environments.gym_table import GymTable
-from llm_policy.environments.policy_table import score_policy, uniform_policy
+from llm_policy.environments.judge import baseline_policy, simulated_successes
+from llm_policy.environments.policy_table import constant_policy, score_policy, uniform_policy
 from llm_policy.errors import InputError, run_script
 
 NO_PICTURES = ("--report_to", "none")
@@ -146,7 +147,7 @@ def key_room(monkeypatch, tmp_path):
     monkeypatch.setattr(GymTable, "known", dict(GymTable.known))
     yield importlib.import_module("key_room")
     del sys.modules["key_room"]
-    for env_id in ("KeyRoom-v0", "PitRoom-v0"):
+    for env_id in ("KeyRoom-v0", "PitRoom-v0", "WindyRoom-v0"):
         gymnasium.registry.pop(env_id, None)
 
 
@@ -200,3 +201,28 @@ def test_a_game_that_ends_badly_has_to_say_so(key_room):
     assert said.success_mdp.rewards_SA[0, down] == 0
     assert said.success_mdp.rewards_SA[18, right] == said.success_mdp.rewards_SA[14, down] == 1
     assert said.success_mdp.rewards_SA.sum() == 2 + 2  # from the last cell itself, where nobody comes
+    # Who falls into the pit ends the episode, and has not succeeded
+    assert simulated_successes(said, constant_policy(20, down, 4), None, 3, seed=0) == 0
+
+
+def test_a_game_with_chance_has_no_learner_from_samples(key_room):
+    class Windy(key_room.KeyRoomEnv):
+        def __init__(self):
+            super().__init__()
+            for state, actions in self.P.items():
+                for outcomes in actions.values():
+                    outcomes[:] = [(0.9, *outcomes[0][1:]), (0.1, state, -1.0, False)]
+
+    gymnasium.register("WindyRoom-v0", Windy)
+    windy = type("WindyRoom", (key_room.KeyRoom,), {"env_id": "WindyRoom-v0"})()
+    with pytest.raises(InputError, match="WindyRoom-v0: Q-learning is for lakes and games without chance"):
+        baseline_policy("q-learning", windy)
+
+
+def test_actions_may_be_written_in_lower_case(key_room, tmp_path):
+    small = type("Small", (key_room.KeyRoom,), {"actions": tuple(map(str.lower, key_room.KeyRoom.actions))})
+    assert baseline_policy("constant:DOWN", small()).argmax(1).tolist() == [small.actions.index("down")] * 20
+    csv = tmp_path / "expert.csv"
+    columns = ",".join(f"q_value_{name}" for name in small.actions)
+    csv.write_text(f'state_str,action,{columns}\n"{small().state_text(0)}",{small.actions[1]},0,1,0,0\n')
+    assert expert_q.read_expert_csv(csv, small)["action"].tolist() == [1]

@@ -136,7 +136,11 @@ def learn_q(
     """
     mdp = environment.mdp
     outcomes, actions = mdp.next_states_SAK.shape[2], mdp.rewards_SA.shape[1]  # outcomes are equally likely
-    wins_S = _wins(environment) if outcomes > 1 else None
+    wins_S = None
+    if outcomes > 1:
+        if not isinstance(environment, FrozenLake):
+            raise InputError(f"{environment}: Q-learning is for lakes and games without chance; take the exact expert")
+        wins_S = np.array([environment.is_goal(state) for state in range(len(mdp.rewards_SA))], dtype=float)
     starts = np.array(environment.acting_states)
     random = np.random.default_rng(seed)
     run_R = np.arange(runs)
@@ -161,12 +165,6 @@ def learn_q(
                 state_R = np.where(mdp.terminal_S[next_R], start_R, next_R)
             bar.update(block)
     return q_RSA
-
-
-def _wins(environment: TableEnvironment) -> np.ndarray:
-    """1 for the goals, 0 for all other states of a lake."""
-    assert isinstance(environment, FrozenLake), "no other environment here has several outcomes of an action"
-    return np.array([letter == "G" for letter in "".join(environment.grid)], dtype=float)
 
 
 def expert_q(environment: TableEnvironment, options: ExpertOptions, progress: bool = False) -> np.ndarray:
@@ -428,9 +426,9 @@ def _check_header(path: str | Path, header: list[str], required: Sequence[str]) 
 
 
 def _action_index(text: str, actions: Sequence[str]) -> int:
-    name = text.strip().upper()
-    if name in actions:
-        return list(actions).index(name)
+    name, names = text.strip().upper(), [action.upper() for action in actions]
+    if name in names:
+        return names.index(name)
     try:
         if float(name) in range(len(actions)):
             return int(float(name))

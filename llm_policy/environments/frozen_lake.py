@@ -287,6 +287,9 @@ class FrozenLake:
             raise InputError(f"{text!r}: the agent stands {where}, expected a state in which an action is chosen")
         return cls(grid, is_slippery), state
 
+    def is_goal(self, state: int) -> bool:
+        return "".join(self.grid)[state] == "G"
+
     def make(self, horizon_steps: int | None = None) -> gymnasium.Env:
         steps = horizon_steps or self.horizon_steps
         return gymnasium.make(self.env_id, desc=list(self.grid), is_slippery=self.is_slippery, max_episode_steps=steps)

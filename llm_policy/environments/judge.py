@@ -101,8 +101,9 @@ def baseline_policy(name: str, environment: TableEnvironment, seed: int = 0) -> 
     kind, _, action = name.partition(":")
     if name == "random":
         return uniform_policy(states, actions)
-    if kind == "constant" and action.upper() in environment.actions:
-        return constant_policy(states, environment.actions.index(action.upper()), actions)
+    names = [name.upper() for name in environment.actions]
+    if kind == "constant" and action.upper() in names:
+        return constant_policy(states, names.index(action.upper()), actions)
     if name == "expert":
         return expert_policy(environment)
     if name == "q-learning":
@@ -217,7 +218,7 @@ def simulated_successes(
 
     env = environment.make(horizon_steps)
     ends = [step for step in steps(env, act, episodes, seed) if step.terminated]
-    return sum(bool(step.reward > 0 or not environment.pays_success) for step in ends)
+    return sum(environment.is_goal(step.next_observation) for step in ends)
 
 
 def evaluation_table(evaluated: Sequence[EvaluatedPolicy], title: str) -> tuple[Table, str]:

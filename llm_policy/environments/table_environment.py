@@ -69,6 +69,9 @@ class TableEnvironment(Protocol):
     def read_state(cls, text: str, *arguments: Any, **options: Any) -> "tuple[TableEnvironment, int]":
         """The inverse of `state_text`: environment (made with `options`) and state; `InputError` for anything else."""
 
+    def is_goal(self, state: int) -> bool:
+        """Whether an episode that ends in this state has succeeded."""
+
     def make(self, horizon_steps: int | None = None) -> gymnasium.Env:
         """The Gymnasium environment, with its own step limit or another one."""
 

@@ -19,6 +19,7 @@ from llm_policy import processes
 from llm_policy.chat import Messages, Reader
 from llm_policy.completions import action_index, common_words, parse_completion
 from llm_policy.grpo.packing import attention_mask, behind_prefix, only_positions, pack_groups
+from llm_policy.sampling import evaluating
 
 ANSWER_TAG, END_TAG = "<answer>", "</answer>"
 PUNCTUATION = ".,;:!()"
@@ -66,7 +67,8 @@ def sampled_answers(
     rest_PGA = np.full((len(prompts), samples, len(actions)), np.nan)
     for i, (text, thought) in enumerate(zip(texts, thoughts, strict=True)):
         p, g = divmod(i, samples)
-        names_action = thought is not None and text[len(thought) :].startswith(tuple(f"{a}{END_TAG}" for a in actions))
+        names_action = thought is not None and any(text.startswith(f"{thought}{a}{END_TAG}") for a in actions)
+        names_action = names_action and parse_completion(text).answer in actions  # and not a second one behind it
         is_guessed = thought is not None and thought == guessed[p]
         if is_guessed and names_action:
             continue
@@ -204,18 +206,12 @@ def _packed_scores(
         pad_token_id=reader.tokenizer.pad_token_id,
         device=next(plain.parameters()).device,
     )
-    was_training = plain.training
-    plain.eval()
-    try:
-        prefix = behind_prefix(plain, packed)
-        with prefix, only_positions(plain.base_model, packed.predictor_U):
-            logits_UV = plain(
-                input_ids=packed.input_ids_PL,
-                position_ids=packed.position_ids_PL,
-                attention_mask=attention_mask(plain, packed.sight),
-            ).logits[0]
-    finally:
-        plain.train(was_training)
+    with evaluating(plain), behind_prefix(plain, packed), only_positions(plain.base_model, packed.predictor_U):
+        logits_UV = plain(
+            input_ids=packed.input_ids_PL,
+            position_ids=packed.position_ids_PL,
+            attention_mask=attention_mask(plain, packed.sight),
+        ).logits[0]
     scores_U = logits_UV.float().log_softmax(-1).gather(1, packed.labels_U[:, None])[:, 0]
     scores = iter(packed.split(scores_U[packed.scored_N].cpu())[0])  # not one by one from a GPU
     return np.array(
@@ -232,18 +228,14 @@ def _plain_scores(
 ) -> np.ndarray:
     """The same from a row of its own for each action: no mask, nothing shared."""
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
     rows = []
-    try:
+    with evaluating(model):
         for prompt, whole, given in zip(*_encoded(reader, pairs, actions), strict=True):
             scores = []
             for ids in whole:
                 logits_V = model(torch.tensor([[*prompt, *ids]], device=device)).logits[0, len(prompt) - 1 : -1]
                 scores.append(logits_V.float().log_softmax(-1).gather(1, torch.tensor(ids, device=device)[:, None]))
             rows.append(_thought_and_answers(scores, [_shared(given, ids) for ids in whole]))
-    finally:
-        model.train(was_training)
     return np.array(rows)
 
 

@@ -21,6 +21,7 @@ from llm_policy.run_files import cut_back
 BATCH_CONDITIONS = ("best", "mean")  # of a batch's rewards is the largest that there is
 STOP_CONDITIONS = ("optimal", "collapsed", "either", *BATCH_CONDITIONS, "never")
 COLLAPSE_STEPS = 5  # so many further steps without a single group that has variance
+OPTIMAL_LINE, ROUNDING = "reward/optimal policy", 1e-6  # of `reward_lines`: all that there is to earn
 DEAD_ENTROPY = 0.05  # nats: below it one action has more than 99 % of the probability
 SETTLED_PERCENT = 98.0  # of the optimum: what the policy that samples must reach before a run stops there
 STEADY_EVALUATIONS = 2  # so many in a row at the optimum: a state that is right by a hair is wrong after rounding
@@ -105,10 +106,13 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         metrics = self.trainer._metrics["train"]
         for name, value in self.reward_lines.items():
             metrics[name].append(value)
-        unanimous_shares, entropies = (self._of_this_step(name) for name in ("frac_reward_zero_std", "action/entropy"))
+        names = ("frac_reward_zero_std", "action/entropy", "reward")
+        unanimous_shares, entropies, rewards = (self._of_this_step(name) for name in names)
         if unanimous_shares:  # empty where a batch is used again: nothing new is known
             # The objective `expected` has a gradient in unanimous groups, too, as long as more than one action lives.
             is_dead = np.mean(entropies or 0.0) < DEAD_ENTROPY
+            # Nor is it dead where it earns all that the expert gives, though his best may be no optimum
+            is_dead &= not rewards or np.mean(rewards) < self.reward_lines.get(OPTIMAL_LINE, np.inf) - ROUNDING
             if min(unanimous_shares) < 1.0 or not is_dead:
                 self.unanimous_since = None
             elif self.unanimous_since is None:
@@ -184,7 +188,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         """
         if not self.has_collapsed(step) or judgement.is_optimal:
             return judgement.verdict
-        return f"{judgement.verdict}; collapsed: 100 % unanimous groups since step {self.unanimous_since}"
+        return f"{judgement.verdict}; collapsed: all groups unanimous since step {self.unanimous_since}"
 
     def _tensorboard_writer(self):
         for callback in self.trainer.callback_handler.callbacks:

@@ -21,12 +21,12 @@ such factor: dz(a) = g(a) - mean g. At a uniform pi, where the warm start leaves
 end at pi = softmax(r / c). The second term brings probability back that leaks to answers which are no action.
 
 With `action_baseline` both climb r(s, a) - w b(a) in place of r. Here b(a) is what the action earns in the mean over
-the states of the batch, above the mean of all actions, and w falls linearly from `action_baseline` to nothing over the
-training. At w = 1 every policy that does not read the state earns the same, so that only what tells states apart pays.
-Without it the first gradients of all states agree on the action that is best in most of them, and a policy can fall
-into it and stay. The mean is the batch's own: what its few states have in common by chance would move all states, too,
-and Adam takes a small common gradient for a large one. Under `natural` the other tokens are rewarded so, too; under
-`expected` they keep the whole reward.
+the states that are sampled together, above the mean of all actions, and w falls linearly from `action_baseline` to
+nothing over the training. At w = 1 every policy that does not read the state earns the same, so that only what tells
+states apart pays. Without it the first gradients of all states agree on the action that is best in most of them, and a
+policy can fall into it and stay. The mean is of these few states alone: what they have in common by chance would move
+all states, too, and Adam takes a small common gradient for a large one. Under `natural` the other tokens are rewarded
+so, too; under `expected` they keep the whole reward.
 
 With `form_coef` one completion of each group that is well-formed and names an action teaches its form, too. At its
 tokens t besides the action, as long as one goes wrong more often than SURE,
@@ -46,8 +46,9 @@ reply besides its action, a mean over the groups,
 Such a thought follows from the map alone: no action is taught by it.
 
 `cloning` (behaviour cloning) and `distillation` are supervision, for comparison. Nothing is sampled: the reply that the
-warm start teaches stands in place of each completion, and its other tokens have advantage 1, so that the whole is plain
-fine-tuning on prompt, thought and label. `distillation` has the optimum of `expected` and `natural`.
+warm start teaches stands in place of each completion, and its other tokens have advantage 1. With loss_type luspo that
+is plain fine-tuning on thought and label; with TRL's dapo a token of the thought weighs less than the label, by the
+number of tokens in a reply. `distillation` has the optimum of `expected` and `natural`.
 
 Under `expected` and `natural` a readable action in a malformed completion counts like a well-formed one, because the
 other tokens teach the form. A group whose rewards agree has a gradient as long as one of its completions names an
@@ -56,11 +57,15 @@ action. The KL term of `beta`, where there is one, stays sampled. The comparison
 completions only. It needs token-level ratios (importance_sampling_level): a ratio of the whole sequence would carry the
 sampled term back to the answer.
 
+All p are at the temperature that completions are sampled with. With another one than 1 the policy that is judged,
+which samples at 1, ends at softmax(temperature * r / c).
+
 Axes: B completions of a batch, T tokens, N completions that name an action, A legal actions.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -118,11 +123,15 @@ class ExpectedObjective:
         """One entry for each completion that names a legal action in its usual tokens."""
         found = []
         for i, (ids, mask) in enumerate(zip(completion_ids_BT.tolist(), completion_mask_BT.tolist(), strict=True)):
-            span = find_answer(self.tokenizer, ids[: sum(mask)], self.actions, self.token_ids)
-            if span is not None:
-                action = self.token_ids.index(tuple(ids[span.start : span.stop]))
-                is_well_formed = parse_completion(_text(self.tokenizer, ids[: sum(mask)])).is_well_formed
-                found.append(NamedAction(i, span.start, span.stop, action, is_well_formed))
+            ids = ids[: sum(mask)]
+            parsed = parse_completion(_text(self.tokenizer, ids))
+            if parsed.answer not in self.actions:
+                continue
+            action = self.actions.index(parsed.answer)
+            tokens = self.token_ids[action]
+            start = answer_start(self.tokenizer, ids, tokens)
+            if start is not None:
+                found.append(NamedAction(i, start, start + len(tokens), action, parsed.is_well_formed))
         return found
 
     def exemplars(self, named: Sequence[NamedAction], group: int) -> list[NamedAction]:
@@ -177,7 +186,7 @@ class ExpectedObjective:
 
         Args:
             log_probabilities: of all tokens of each exemplar.
-            groups: of the batch, also those without an exemplar: it must not matter how batches are cut up.
+            groups: of the batch, also those without an exemplar; one that is cut counts on both sides.
             device: of the loss, where no exemplar says it: processes with a GPU each add theirs up there.
         """
         log_p_N = _besides_actions(log_probabilities, exemplars, device)
@@ -268,7 +277,10 @@ def without_answers(
 
 
 def action_token_ids(tokenizer: PreTrainedTokenizerBase, actions: Sequence[str]) -> list[tuple[int, ...]]:
-    """Token ids of each action's name as it stands between `<answer>` and `</answer>`, one or several per name."""
+    """Token ids of each action's name as it stands between `<answer>` and `</answer>`, one or several per name.
+
+    `InputError` where a name begins with another one, whose probability would contain that of the longer one.
+    """
     token_ids = []
     for name in actions:
         text = f"<think>.</think><answer>{name}</answer>"
@@ -284,25 +296,23 @@ def action_token_ids(tokenizer: PreTrainedTokenizerBase, actions: Sequence[str])
                 f"{tokenizer.name_or_path}: its tokens for {name!r} run over the answer tag: use --objective grpo"
             )
         token_ids.append(tuple(token for token, _ in inside))
+    for (short, of_short), (long, of_long) in permutations(zip(actions, token_ids, strict=True), 2):
+        if of_long[: len(of_short)] == of_short:
+            raise InputError(
+                f"actions {short!r} and {long!r}: one begins with the other; rename one, or use --objective grpo"
+            )
     return token_ids
 
 
-def find_answer(
-    tokenizer: PreTrainedTokenizerBase,
-    completion_ids: list[int],
-    actions: Sequence[str],
-    action_ids: Sequence[tuple[int, ...]],
-) -> range | None:
-    """Positions of the action's tokens in a completion that names one of `actions` in its usual tokens, else None."""
-    answer = parse_completion(_text(tokenizer, completion_ids)).answer
-    if answer not in actions:
-        return None
-    wanted = action_ids[actions.index(answer)]
-    for start in range(len(completion_ids) - len(wanted), 0, -1):
-        if tuple(completion_ids[start : start + len(wanted)]) != wanted:
+def answer_start(
+    tokenizer: PreTrainedTokenizerBase, completion_ids: list[int], action_ids: tuple[int, ...]
+) -> int | None:
+    """Where the last `<answer>` of a completion is followed by an action in its usual tokens; None where it is not."""
+    for start in range(len(completion_ids) - len(action_ids), 0, -1):
+        if tuple(completion_ids[start : start + len(action_ids)]) != action_ids:
             continue
         if _text(tokenizer, completion_ids[:start]).endswith("<answer>"):
-            return range(start, start + len(wanted))
+            return start
     return None
 
 

@@ -37,20 +37,6 @@ OBJECTIVES = (*TERMS, "grpo")
 PACKED_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 LEAST_WEIGHT = 0.05  # of an unlikely token in that mean
 STD_EPSILON = 1e-4  # TRL's
-# TRL's private methods that `PolicyTrainer` overrides, with their parameters as of the pinned version. A version that
-# changes one fails tests/test_trainer.py, and not a run.
-OVERRIDDEN = {
-    "_get_train_sampler": "dataset",
-    "_prepare_inputs": "generation_batch",
-    "_generate_single_turn": "prompt_ids images multimodal_fields num_generations has_tool_images",
-    "_calculate_rewards": "inputs prompts completions completion_ids_list",
-    "_generate_and_score_completions": "inputs",
-    "_get_per_token_logps_and_entropies": "model input_ids attention_mask logits_to_keep batch_size compute_entropy "
-    "compute_aux_loss pixel_values image_grid_thw num_images pixel_attention_mask spatial_shapes num_tiles",
-    "_compute_loss": "model inputs",
-    "_load_from_checkpoint": "resume_from_checkpoint model",
-    "_save_checkpoint": "model trial",
-}
 
 
 class PolicyTrainer(GRPOTrainer):
@@ -66,7 +52,7 @@ class PolicyTrainer(GRPOTrainer):
        whichever is cheaper (llm_policy/grpo/packing.py); completions whose advantage is zero skip the pass, or what
        follows their answer, where nothing else in the loss needs them. On a CPU the head finds its gradient on the way
        (llm_policy/grpo/head.py). Equal to stock up to rounding; `packed=False` takes TRL's pass.
-    3. Groups stay together in a micro-batch (TRL shuffles single completions), which packing needs.
+    3. Completions are not shuffled (TRL shuffles them one by one): packing needs groups that stay together.
     4. Other objectives: at the answer all legal actions count in place of the sampled one (llm_policy/grpo/expected.py
        has the formulas). Needs the reward of every action (`action_rewards`). Under `natural` the luck of the sampled
        action is taken out of the other tokens' advantage, too, where the thoughts of a group agree. Under `cloning` and
@@ -144,7 +130,7 @@ class PolicyTrainer(GRPOTrainer):
         if self.action_baseline and args.generation_batch_size == self.num_generations:
             raise InputError(
                 f"--action_baseline {action_baseline:g}: takes off what the states of a batch have in common, and here "
-                "a batch has one state; use a larger --per_device_train_batch_size or --gradient_accumulation_steps"
+                "a batch has one state; use a larger --per_device_train_batch_size or --steps_per_generation"
             )
         self.guesses = guesses
         self.stands_on = stands_on
@@ -322,20 +308,19 @@ class PolicyTrainer(GRPOTrainer):
         self._own_log_probabilities = dict(zip(scored, completions, strict=True))
         entropies, _ = packed.split(entropies_N.float())
 
-        def into_rows(values: list[torch.Tensor], fill: torch.Tensor) -> torch.Tensor:
-            by_index = dict(zip(scored, values, strict=True))
-            empty = values[0].new_zeros(0)
-            rows = [by_index.get(i, empty) for i in range(len(lengths_B))]
-            padded = [torch.cat([v, fill.expand(logits_to_keep - len(v))]) for v in rows]
-            return torch.stack(padded)
+        def into_rows(values: list[torch.Tensor], rows_BT: torch.Tensor) -> torch.Tensor:
+            rows_BT = rows_BT.clone()
+            for i, value_T in zip(scored, values, strict=True):
+                rows_BT[i, : len(value_T)] = value_T
+            return rows_BT
 
-        log_probabilities_BT = into_rows(completions, log_probabilities_BT.new_zeros(1))
-        # Completions that skip the pass are given the mean entropy of the others: the metric stays their mean.
-        # Where all are masked and only branches were computed, it is never looked at.
+        # Completions that skip the pass are given the mean entropy of the others: the metric stays their mean
         found = torch.cat(entropies).detach()
-        fill = found.mean().reshape(1) if len(found) else found.new_zeros(1)
-        entropies_BT = into_rows(entropies, fill) if compute_entropy else None
-        return log_probabilities_BT, entropies_BT, None
+        if len(found):
+            entropies_BT += found.mean()
+        else:  # only branches were computed
+            entropies_BT.masked_fill_(attention_mask[:, -logits_to_keep:].bool(), torch.nan)
+        return into_rows(completions, log_probabilities_BT), into_rows(entropies, entropies_BT), None
 
     def _compute_loss(self, model, inputs):
         if not self.packed:
@@ -372,16 +357,16 @@ class PolicyTrainer(GRPOTrainer):
                 term, sums = self.expected.loss(own, rewards_BA, named, inputs["action_baseline"][0])
                 self._log_means(sums, len(named))
                 groups = -(-len(rewards_BA) // self.num_generations)  # one that is cut counts, as in `exemplars`
-                if self.expected.form_coef:
-                    own = [self._own_log_probabilities[n.completion] for n in exemplars]
-                    form_term, sums = self.expected.form_loss(own, exemplars, groups, rewards_BA.device)
-                    term = term + form_term
-                    self._log_means(sums, len(exemplars))
-                if self.expected.thought_coef:
-                    own = self._branch_log_probabilities[answers:]
-                    thought_term, sums = self.expected.thought_loss(own, taught, groups, rewards_BA.device)
-                    term = term + thought_term
-                    self._log_means(sums, len(taught))
+                form = [self._own_log_probabilities[n.completion] for n in exemplars]
+                thoughts = self._branch_log_probabilities[answers:]
+                for coef, loss_of, log_p, which in (
+                    (self.expected.form_coef, self.expected.form_loss, form, exemplars),
+                    (self.expected.thought_coef, self.expected.thought_loss, thoughts, taught),
+                ):
+                    if coef:
+                        further, sums = loss_of(log_p, which, groups, rewards_BA.device)
+                        term = term + further
+                        self._log_means(sums, len(which))
                 loss = loss + term / (self.current_gradient_accumulation_steps if self.model.training else 1)
         finally:
             self._skipped_B, self._branches, self._branch_log_probabilities = None, [], []
@@ -422,10 +407,13 @@ class PolicyTrainer(GRPOTrainer):
         processes.wait_for_all()
 
     def log(self, logs, start_time=None):
-        """TRL's log, less metrics that no micro-batch had a value for (entropy, where every group was skipped)."""
+        """TRL's log, of the micro-batches that had a value: no entropy where nothing was trained on."""
         metrics = self._metrics["train" if self.model.training else "eval"]
-        for name in [name for name, values in metrics.items() if values and all(map(math.isnan, values))]:
-            del metrics[name]
+        for name, values in list(metrics.items()):
+            if known := [value for value in values if not math.isnan(value)]:
+                metrics[name] = known
+            else:
+                del metrics[name]
         super().log(logs, start_time)
 
     # Checks ----------------------------------------------------------------------------------------------------

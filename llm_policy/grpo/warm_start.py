@@ -100,6 +100,12 @@ def warm_started(
         )
         if should_stop():
             return model, report
+        if report["format_validity"] < script.warm_start_threshold and processes.is_main():
+            print(
+                f"warm start: {report['format_validity']:.0%} are as taught after {report['steps']} steps, not "
+                f"{script.warm_start_threshold:.0%}: training goes on from there (--warm_start_steps for more)",
+                flush=True,
+            )
         if processes.is_main():
             with written_whole(folder):
                 student.save_pretrained(folder)
