@@ -113,6 +113,8 @@ def task_of(settings: dict) -> str:
 def shared_settings(runs: dict[str, dict], arguments: EvaluationArguments) -> dict:
     """Task, maps and dynamics that all runs among the policies have; `InputError` where they differ."""
     if arguments.task and getattr(task_module(arguments.task), "JUDGES_ANY_RUN", False):
+        if others := [name for name, settings in runs.items() if "algorithm" in settings]:
+            raise InputError(f"--policies {others[0]}: --task {arguments.task} judges language models; leave it out")
         return {}
     known = {name: settings for name, settings in runs.items() if settings}
     shared: dict = {}
@@ -156,6 +158,9 @@ def shared_questions(known: dict[str, dict], arguments: EvaluationArguments) -> 
             "give --test_dataset"
         )
     first = next(iter(runs.values()), {})
+    for key in ("options", "by_letter"):
+        if len({settings.get(key) for settings in runs.values()}) > 1:
+            raise InputError(f"--policies {', '.join(runs)}: these runs differ in --{key}; judge them one by one")
     return {key: first[key] for key in ASKED if key in first}
 
 

@@ -29,6 +29,7 @@ from llm_policy.command_line import parse_arguments
 from llm_policy.environments.gym_env import GymEnvironment, read_env_options
 from llm_policy.errors import EXIT_INTERRUPTED, InputError, check_alone, check_choices, run_script, writing
 from llm_policy.hardware import device_text, take_granted_threads
+from llm_policy.models import model_checksum
 from llm_policy.number_format import begun_with, faster_format
 from llm_policy.plots import curves_figure
 from llm_policy.policy_search.answer_log import AnswerLog, read_log
@@ -38,7 +39,6 @@ from llm_policy.policy_search.judge import (
     ceiling_text,
     compare,
     comparison_table,
-    number_text,
     published_of,
     published_text,
     verdict_of,
@@ -60,6 +60,7 @@ from llm_policy.run_files import (
     EVALUATION_FILE,
     RESULT_FILE,
     RUN_FILE,
+    check_made_from,
     check_output_dir,
     check_same_run,
     finished_text,
@@ -67,7 +68,7 @@ from llm_policy.run_files import (
     write_run_files,
     write_whole,
 )
-from llm_policy.tables import counted, show
+from llm_policy.tables import counted, number_text, show
 
 LOG_FILE, CURVE_FILE = "answers.jsonl", "curve.png"
 LARGEST_DESCRIPTION = 1_000_000  # bytes
@@ -146,18 +147,24 @@ def description_of(environment: GymEnvironment, script: ScriptArguments, setting
 
 
 def write_settings(folder: Path, arguments: Arguments, config: str, environment: GymEnvironment) -> None:
-    """`resolved_config.yaml` and `run.json`, with the versions of the packages that this search uses."""
+    """`resolved_config.yaml` and `run.json`, with the versions of the packages that this search uses.
+
+    `InputError` where the folder holds answers of another model under the same name.
+    """
     _, proposing, settings = arguments
+    is_local = proposing.proposer == "local"
+    made_from = {"model": model_checksum(proposing.model_name_or_path)} if is_local else {}
+    check_made_from(folder, made_from)
     packages = ["torch", "transformers", "gymnasium", "numpy"]
     packages += ["openai"] if proposing.proposer == "endpoint" else []
     packages += ["mujoco"] if find_spec("mujoco") else []
     run = {
         "env_id": environment.env_id,
         "horizon_steps": environment.horizon_steps,
+        "made_from": made_from,
         "versions": {name: version(name) for name in packages},
     }
-    is_on_gpu = proposing.proposer == "local" and torch.cuda.is_available()
-    device = device_text(is_on_gpu)
+    device = device_text(is_local and torch.cuda.is_available())
     write_run_files(folder, arguments, config or "defaults", settings.seed, run, device)
 
 

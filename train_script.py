@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(note, flush=True)
     if training.use_cpu and torch.cuda.is_available():
         print(f"{options.config} says use_cpu: true; --use_cpu false takes the GPU")
-    if not on_gpu and not training.use_cpu:
+    if options.config and not on_gpu and not training.use_cpu:
         print(f"{options.config} is made for a GPU, and there is none here; configs/laptop.yaml is made for a CPU")
     rules.check_arguments(script, training, options.model)
     without_effect = {
@@ -295,7 +295,8 @@ def policy_trainer(
     if training.reward_weights is None:  # the first is learnt, the others are logged
         training.reward_weights = [1.0] + [0.0] * (len(task.reward_functions) - 1)
     weights = training.reward_weights
-    training.ddp_find_unused_parameters = False  # every process uses its whole adapter in every step
+    # Every process uses its whole adapter in every step; of a model with eyes, that of the text alone
+    training.ddp_find_unused_parameters = hasattr(model.config, "vision_config")
     with library_errors("the trainer refuses these options", OPTION_ERRORS):
         trainer = PolicyTrainer(
             model,

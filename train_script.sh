@@ -60,10 +60,11 @@ if [[ -x .venv/bin/python ]]; then python=.venv/bin/python; fi
 # and meet at a port of the first node.
 tasks="${SLURM_NTASKS:-${SLURM_JOB_NUM_NODES:-1}}"
 per_task="${SLURM_GPUS_ON_NODE:-1}"
-if [[ -n "${SLURM_GPUS_ON_NODE:-}" ]] && ((${SLURM_NTASKS_PER_NODE:-1} > 1)); then
-  echo "error: --ntasks-per-node $SLURM_NTASKS_PER_NODE: one task of a node starts a process for each GPU; leave it out" >&2
+if ((per_task > 0 && tasks > ${SLURM_JOB_NUM_NODES:-1})) && [[ -n "${SLURM_GPUS_ON_NODE:-}" ]]; then
+  echo "error: $tasks tasks on ${SLURM_JOB_NUM_NODES:-1} nodes: one task of a node starts a process for each GPU; leave --ntasks out" >&2
   exit 2
 fi
+if ((per_task < 1)); then per_task=1; fi
 threads=$((${SLURM_CPUS_PER_TASK:-0} / per_task))
 if ((threads > 0)); then export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"; fi
 start=("$python")
@@ -99,12 +100,17 @@ time_is_up=false
 trap 'time_is_up=true; kill -USR1 "$training" 2>/dev/null || true' USR1
 # Ctrl-C; scancel; or a preemption, which SLURM requeues itself
 trap 'kill -TERM "$training" 2>/dev/null || true' INT TERM
-code=0
-wait "$training" || code=$?
-while kill -0 "$training" 2>/dev/null; do # a signal ends `wait` early
+while :; do # a signal ends `wait` early
   code=0
   wait "$training" || code=$?
+  kill -0 "$training" 2>/dev/null || break
 done
+if ((code == 138 || code == 143 || code == 130)); then # of `wait` perhaps, and not of the training
+  before=$code
+  code=0
+  wait "$training" || code=$?
+  if ((code == 127)); then code=$before; fi # bash has it no more
+fi
 if [[ $code -eq 75 && $time_is_up == true && -n "${SLURM_JOB_ID:-}" ]]; then
   if ((${SLURM_RESTART_COUNT:-0} >= 20)); then # a --time too short for one checkpoint would requeue for ever
     echo "error: requeued ${SLURM_RESTART_COUNT} times already: ask for more --time" >&2

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, TaskType, get_peft_model
+from peft.tuners.lora import LoraLayer
 from transformers import PreTrainedModel
 from trl import ModelConfig, get_peft_config, get_quantization_config
 
@@ -31,6 +32,8 @@ UNJOINABLE = {
     "trainable_token_indices": None,
     "lora_bias": None,
     "alora_invocation_tokens": None,
+    "kasa_config": None,
+    "use_bdlora": None,
 }
 ADAPTER_ALONE = (True, False, "gaussian", "eva", "orthogonal")  # starts of LoRA that leave the model's weights alone
 ATTENTION = (None, "eager", "sdpa")
@@ -90,14 +93,28 @@ def model_to_train(model_config: ModelConfig, device: torch.device) -> tuple[Pre
         revision = model.peft_config["default"].revision or "main"
         folders = [Path(model_config.model_name_or_path)]
         check_joinable(folders[0], model.peft_config["default"])
+        check_head(model, str(folders[0]))
         model = model.merge_and_unload()
     lora = get_peft_config(model_config)
+    if folders and isinstance(lora.target_modules, str) and lora.target_modules != "all-linear":
+        raise InputError(
+            f"--lora_target_modules {lora.target_modules}: a pattern cannot be joined with the list of {folders[0]}; "
+            "name the modules"
+        )
     lora.revision = None if revision == "main" else revision  # saved with the adapter, for whoever loads its base
     try:
-        model = get_peft_model(model, lora).unload()  # a mistake in the names shows before anything is written
+        peft_model = get_peft_model(model, lora)  # a mistake in the names shows before anything is written
     except ValueError as error:
         raise InputError(f"--lora_target_modules {model_config.lora_target_modules}: {error}") from error
-    return model, lora, folders
+    check_head(peft_model, f"--lora_target_modules {model_config.lora_target_modules}")
+    return peft_model.unload(), lora, folders
+
+
+def check_head(model: PeftModel, what: str) -> None:
+    """`InputError` for LoRA on embeddings that are the model's head as well: merged, it would change both."""
+    layers = [m.get_base_layer() for m in model.modules() if isinstance(m, LoraLayer)]
+    if model.config.get_text_config().tie_word_embeddings and any(isinstance(m, torch.nn.Embedding) for m in layers):
+        raise InputError(f"{what}: adapts the embeddings, which are the model's head as well; leave them out")
 
 
 def loading_options(model_config: ModelConfig) -> dict:
@@ -164,10 +181,23 @@ def joined(base_model: PreTrainedModel, folders: Sequence[Path]) -> PeftModel:
         model.load_adapter(folder, name)
     model.peft_config[names[0]].use_rslora = False  # its scaling is in the factors by now, and must not come twice
     model.add_weighted_adapter(names, [1.0] * len(names), "default", combination_type="cat")
+    _in_full_precision(model, names)
     model.set_adapter("default")
     for name in names:
         model.delete_adapter(name)
     return model.eval()
+
+
+def _in_full_precision(model: PeftModel, names: Sequence[str]) -> None:
+    """The factors of the joined adapter once more: PEFT makes it in the base's 16 bits, and rounds what it copies."""
+    for layer in model.modules():
+        if isinstance(layer, LoraLayer) and "default" in layer.lora_A:
+            own = [name for name in names if name in layer.lora_A]
+            whole_a = torch.cat([layer.lora_A[name].weight.float() * layer.scaling[name] for name in own])
+            whole_b = torch.cat([layer.lora_B[name].weight.float() for name in own], dim=1)
+            a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+            a.data, b.data = (torch.zeros_like(factor, dtype=torch.float32) for factor in (a, b))
+            a.data[: len(whole_a)], b.data[:, : whole_b.size(1)] = whole_a, whole_b
 
 
 def learning_state(model: PeftModel, optimizer: torch.optim.Optimizer) -> dict:

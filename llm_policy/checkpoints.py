@@ -135,7 +135,6 @@ def supersede(checkpoint: Path) -> None:
     for steps, path in _numbered(checkpoint.parent).items():
         if steps > int(checkpoint.name.removeprefix("checkpoint-")):
             _unmark(path)
-    os.utime(checkpoint)  # transformers rotates by age
 
 
 def _unmark(folder: Path) -> None:
@@ -148,6 +147,13 @@ def remove_older(checkpoint: Path) -> None:
     for steps, path in _numbered(checkpoint.parent).items():
         if steps < int(checkpoint.name.removeprefix("checkpoint-")):
             shutil.rmtree(path)
+
+
+def keep_newest(output_dir: Path, most: int) -> None:
+    """Delete whole checkpoints but the `most` with the most steps, and nobody's copies under another name."""
+    marked = _marked(output_dir)
+    for steps in sorted(marked)[:-most]:
+        shutil.rmtree(marked[steps])
 
 
 def remove_incomplete(output_dir: Path) -> None:

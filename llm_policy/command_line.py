@@ -180,7 +180,8 @@ def read_option(
             values = read_yaml(config)
         except (ValueError, OSError):
             values = None  # parse_arguments says what is wrong with it
-        value = str(values.get(name, default)) if isinstance(values, dict) else default
+        found = values.get(name) if isinstance(values, dict) else None
+        value = default if found is None else str(found)
     for i, argument in enumerate(rest):
         flag, equals, given = argument.partition("=")
         if flag in (f"--{name}", f"--{name.replace('_', '-')}"):

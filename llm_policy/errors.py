@@ -145,10 +145,11 @@ def run_script(main: Callable[[], int | None]) -> None:
             print("interrupted", file=sys.stderr)
         code = EXIT_INTERRUPTED
     else:
-        sys.exit(code)
+        if process_count() == 1 or not code:
+            sys.exit(code)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OutputError):
             stream.flush()
     if process_count() > 1:
-        os._exit(code)  # at once: see `processes.one_of_several`
+        os._exit(code if isinstance(code, int) else 1)  # at once: see `processes.one_of_several`
     sys.exit(code)

@@ -22,7 +22,7 @@ from llm_policy.chat import Messages, Reader, sampling_config
 from llm_policy.checkpoints import written_whole
 from llm_policy.errors import InputError
 from llm_policy.grpo.trainer import MergedCopy
-from llm_policy.grpo.warm_start import reply_loss
+from llm_policy.grpo.warm_start import packs, reply_loss
 from llm_policy.models import not_finite
 from llm_policy.run_files import METRICS_FILE, cut_back
 from llm_policy.sampling import sample_completions
@@ -124,9 +124,11 @@ class HindsightLearner:
         self.model.train()
         losses = []
         try:
+            first_two = [(a.prompt, a.reply) for a in lessons if a.prompt][:2]
+            packed = not first_two or packs(self.model, self.reader, first_two)
             for first in range(0, len(lessons), self.settings.batch_size):
                 batch = lessons[first : first + self.settings.batch_size]
-                loss = reply_loss(self.model, self.reader, [(a.prompt, a.reply) for a in batch if a.prompt])
+                loss = reply_loss(self.model, self.reader, [(a.prompt, a.reply) for a in batch if a.prompt], packed)
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
                 self.optimizer.step()

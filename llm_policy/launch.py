@@ -114,7 +114,7 @@ def pass_on(number: int, _frame) -> None:
         os._exit(EXIT_INTERRUPTED)
     for child in children:
         with suppress(psutil.NoSuchProcess):
-            child.send_signal(number)
+            child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)  # a run knows no SIGHUP
 
 
 if __name__ == "__main__":

@@ -71,10 +71,10 @@ def load_tokenizer(name_or_path: str | Path, revision: str = "main") -> PreTrain
         tokenizer = AutoTokenizer.from_pretrained(**options, padding_side="left")
     # TRL would take a thought in <think> tags out of the completion before the reward sees it
     tokenizer.response_template = None
+    if tokenizer.eos_token is None:
+        raise InputError(f"{name_or_path}: its tokenizer has no end token; set eos_token there")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    if tokenizer.pad_token is None:
-        raise InputError(f"{name_or_path}: its tokenizer has neither a padding nor an end token; set eos_token there")
     return tokenizer
 
 
@@ -188,7 +188,10 @@ def model_checksum(name_or_path: str | Path, revision: str = "main") -> str:
 
 def context_tokens(model: PreTrainedModel) -> int:
     """How many tokens the model can read, prompt and completion together."""
-    return model.config.get_text_config().max_position_embeddings
+    config = model.config.get_text_config()
+    if (context := getattr(config, "max_position_embeddings", None)) is None:
+        raise InputError(f"{config.model_type}: its configuration has no max_position_embeddings; take another model")
+    return context
 
 
 def locate(name_or_path: str | Path, revision: str = "main") -> tuple[str | Path, dict]:
@@ -278,6 +281,9 @@ def check_adapter(model: PeftModel, folder: Path) -> None:
     """`InputError` where an adapter's file and the model do not have the same LoRA weights: PEFT only warns."""
     if getattr(model.peft_config["default"], "layer_replication", None):
         raise InputError(f"{folder}: an adapter with layer_replication cannot be asked here; merge it into its model")
+    config = model.peft_config["default"]
+    if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None):
+        raise InputError(f"{folder}: an adapter ({config.peft_type}) beside the model's layers cannot be asked here")
     scalings = [
         scaling for module in model.modules() if isinstance(module, LoraLayer) for scaling in module.scaling.values()
     ]

@@ -46,6 +46,7 @@ class PromptCache(Cache):
         self, prompts: DynamicCache, visible_PL: torch.Tensor, positions_PL: torch.Tensor, capacity: int
     ) -> None:
         super().__init__(layers=[OwnLayer(layer.keys, layer.values, capacity) for layer in prompts.layers])
+        prompts.layers.clear()  # they are kept here, and freed where no row needs them any more
         self.visible_PL, self.positions_PL = visible_PL, positions_PL
         self.prompt_C = torch.arange(len(visible_PL), device=visible_PL.device)  # each row's prompt, ascending
         self.visible_CK = visible_PL[:, :0]  # own places that are read; a wrong guess leaves some that are not
@@ -228,10 +229,17 @@ def holds_prompts_once(model: PreTrainedModel) -> bool:
     """
     config = model.config.get_text_config()
     is_usual = config._attn_implementation in USUAL and not getattr(model, "is_quantized", False)
-    if config.model_type in TRIED and is_usual:
+    if config.model_type in TRIED and is_usual and not turns_by_length(model):
         return True
     _say_once(f"{config.model_type}: each completion decodes with a copy of its prompt, which is slower")
     return False
+
+
+def turns_by_length(model: PreTrainedModel) -> bool:
+    """Whether the rotation of a position depends on how long the pass is: no pass may then be cut in two."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    return any(kind.get("rope_type") in ("longrope", "dynamic") for kind in kinds)
 
 
 @cache

@@ -50,11 +50,12 @@ TABLE = {
         gae_lambda min_p balance_actions action_baseline wrong_states ref_model_mixup_alpha top_entropy_quantile""",
     "[0, 1)": "adam_beta1 adam_beta2 lora_dropout label_smoothing_factor",
     "(0, 1000]": """
+        cg_damping
         target_kl clip_range sure_temperature
         temperature repetition_penalty delta epsilon_high sapo_temperature_neg sapo_temperature_pos vespo_k_pos
         vespo_lambda_pos vespo_k_neg vespo_lambda_neg""",
     "[0, 1000]": """
-        ent_coef vf_coef cg_damping
+        ent_coef vf_coef
         ProposerSettings.temperature beta epsilon weight_decay optimal_bonus action_entropy_coef form_coef thought_coef
         entropy_coef
         entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target noise router_aux_loss_coef

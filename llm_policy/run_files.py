@@ -38,7 +38,7 @@ HANDED_OVER = {"untrained.json", "minutes.txt"}  # by results/run.py, before a r
 DERIVED = {"generation_batch_size"}  # fields that a dataclass computes from others and does not take back
 JUDGE_AGAIN = f"delete {EVALUATION_FILE} there to judge it again"
 OTHER_RUN = "put the old file back, or name another folder"
-DECISIVE = ("task", "env_id", "algorithm", "actor")  # options on which other defaults hang
+DECISIVE = ("task", "env_id", "algorithm", "actor", "proposer")  # options on which other defaults hang
 PACKAGES = ("torch", "transformers", "trl", "peft", "datasets", "gymnasium", "numpy", "pandas")
 
 

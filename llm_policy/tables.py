@@ -66,3 +66,11 @@ def counted(number: int, noun: str) -> str:
     ('1 call', '2 calls')
     """
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def number_text(value: float | None, standard_error: float | None = None) -> str:
+    """A probability or a small return with four decimals, a large return with one; "" for none."""
+    if value is None:
+        return ""
+    shown = f"{value:.4f}" if abs(value) < 10 else f"{value:.1f}"
+    return shown if standard_error is None else f"{shown} +- {standard_error:.2g}"

@@ -109,7 +109,8 @@ class Command:
         if asked.script != "train_script.py":
             options["script"] = asked.script
         for option, value in (options | {"config": self.config, "expert": asked.expert}).items():
-            words += [f"--{option}", value] if value else []
+            is_one_flag = bool(value) and value.startswith("-") and " " not in value  # read back as an option of ours
+            words += [f"--{option}={value}"] if is_one_flag else [f"--{option}", value] if value else []
         words += ["--share_untrained"] if asked.share_untrained else []
         words += ["--seeds", *map(str, asked.seeds)]
         return shlex.join(words + (["--", *self.flags] if self.flags else []))
@@ -194,7 +195,11 @@ def run_to_its_end(command: Sequence[str]) -> int:
     """The exit code of `command`. Signals are handed on, so that the run writes its checkpoint and leaves."""
     child = subprocess.Popen(command, cwd=ROOT, start_new_session=True)  # or a Ctrl-C would reach it twice
     handed_on = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda number, _: child.send_signal(number)) for number in handed_on}
+
+    def hand_on(number: int, _frame) -> None:  # a terminal that goes is a request to end, which runs know as SIGTERM
+        child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    before = {number: signal.signal(number, hand_on) for number in handed_on}
     try:
         return child.wait()
     finally:
@@ -208,11 +213,11 @@ def timed_run(command: Sequence[str], run: Path) -> int:
     `InputError` where it ends well and leaves no evaluation, as with a `check: only` in its configuration.
     """
     started, was_finished = time.perf_counter(), (run / EVALUATION_FILE).exists()
-    before = minutes_so_far(run / "minutes.txt")
+    before, code = minutes_so_far(run / "minutes.txt"), None
     try:
         code = run_to_its_end(command)
     finally:
-        if not was_finished:
+        if not was_finished and code != EXIT_INPUT_ERROR:
             make_folder(run)
             (run / "minutes.txt").write_text(f"{before + (time.perf_counter() - started) / 60:.2f}\n")
     if code == 0 and not (run / EVALUATION_FILE).exists():

@@ -15,6 +15,7 @@ A file holds `question`, `choices` (`text` and `label`, two lists) and `answerKe
 import json
 import math
 import random
+import string
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -126,8 +127,9 @@ def said_letter(regime: str, question: Question, replies: Sequence) -> str | Non
     """
     if regime == "likelihood":
         return LETTERS[max(range(len(replies)), key=lambda i: replies[i][0])]
-    if regime == "letter":  # as arc_challenge_llama: nothing but the letter, and a full stop or blanks
-        option = question.chosen(replies[0].strip(" .$\n")) if len(replies[0].strip(" .$\n")) == 1 else None
+    if regime == "letter":  # as arc_challenge_llama, which leaves punctuation out: nothing but the letter
+        said = replies[0].translate(str.maketrans("", "", string.punctuation)).strip()
+        option = question.chosen(said) if len(said) == 1 else None
     else:
         option = question.chosen(parse_completion(replies[0]).last_answer)
     return None if option is None else LETTERS[option]

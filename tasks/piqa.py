@@ -13,6 +13,7 @@ from tasks.questions.data import (
     Question,
     QuestionWords,
     held_out,
+    keys_of,
     read_questions,
     text_of,
     with_options,
@@ -39,8 +40,8 @@ def physical_questions(arguments: QuestionArguments) -> tuple[list[Question], li
     if not arguments.test_dataset:
         return held_out(trained, arguments.test_share, seed)
     judged = read_questions(arguments.test_dataset, samples, physical_question, seed)
-    known = {(question.text, frozenset(question.options)) for question in judged}  # whatever the order of the ways
-    return [question for question in trained if (question.text, frozenset(question.options)) not in known], judged
+    known = set().union(*map(keys_of, judged))
+    return [question for question in trained if not known & keys_of(question)], judged
 
 
 WORDS = QuestionWords("Which way reaches the goal?", "I compare both ways.")

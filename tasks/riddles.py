@@ -20,10 +20,13 @@ from tasks.questions.data import (
     Fields,
     Question,
     QuestionWords,
+    asked,
     held_out,
+    keys_of,
     normalised,
     read_questions,
     text_of,
+    whole_characters,
 )
 from tasks.questions.task import QuestionArguments, QuestionTask
 
@@ -68,16 +71,19 @@ def _texts(record: Fields, column: str) -> tuple[str, ...]:
         texts = texts.split("|")
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise InputError(f"column {column}: {texts!r:.60}, expected a list of texts")
-    return tuple(text.strip() for text in texts if text.strip())
+    return tuple(whole_characters(text.strip(), column) for text in texts if text.strip())
 
 
 def with_other_answers(riddles: list[Question], options: int, seed: int) -> list[Question]:
     """Each riddle with so many options, in words: its answer among those of other riddles here, in any order."""
     pool = sorted({question.answers[0] for question in riddles})
+    right_for: dict[str, set[str]] = {}  # a file may ask one text for many words
+    for question in riddles:
+        right_for.setdefault(asked(question.text), set()).update(map(normalised, question.answers))
     found = []
     for number, question in enumerate(riddles):
         draw = random.Random(f"{seed} {number}")
-        others = [answer for answer in pool if not question.is_right(answer)]
+        others = [answer for answer in pool if normalised(answer) not in right_for[asked(question.text)]]
         if len(others) < options - 1:
             raise InputError(f"--options {options}: only {len(others)} other answers to choose from; take fewer")
         shown = [question.answers[0], *draw.sample(others, options - 1)]
@@ -111,11 +117,12 @@ def riddles(arguments: Arguments) -> tuple[list[Question], list[Question]]:
     trained = read_riddles(arguments.dataset, seed)
     if arguments.test_dataset:
         judged = read_riddles(arguments.test_dataset, seed)
-        known = {normalised(answer) for question in judged for answer in question.answers}
-        others = [q for q in trained if not known & {normalised(answer) for answer in q.answers}]
+        known = set().union(*map(keys_of, judged))
+        texts = {asked(question.text) for question in judged}
+        others = [q for q in trained if not known & keys_of(q) and (q.options or asked(q.text) not in texts)]
         if len(others) < len(trained) and arguments.dataset != arguments.test_dataset:  # as where a run is judged
             left_out = f"{len(trained) - len(others)} riddles left out of training"
-            print(f"{left_out}: their answers are among those of --test_dataset", flush=True)
+            print(f"{left_out}: their answers or questions are among those of --test_dataset", flush=True)
         trained = others
     else:
         trained, judged = held_out(trained, arguments.test_share, seed)

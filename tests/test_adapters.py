@@ -47,6 +47,20 @@ def test_joined_adapters_do_what_they_do_one_on_top_of_the_other(parts, use_rslo
     torch.testing.assert_close(loaded(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_joining_rounds_nothing_of_adapters_on_a_model_in_16_bits(tmp_path):
+    folders = [tmp_path / "0", tmp_path / "1"]
+    for seed, (folder, rank) in enumerate(zip(folders, (4, 2), strict=True)):
+        add_random_adapter(random_policy("llama"), seed=seed, r=rank).save_pretrained(folder)
+    apart, together = (
+        adapters.joined(random_policy("llama").to(dtype), folders) for dtype in (torch.float32, torch.bfloat16)
+    )
+    weights = {name: w for name, w in together.named_parameters() if "lora_" in name}
+    assert {w.dtype for w in weights.values()} == {torch.float32}
+    for name, w in apart.named_parameters():
+        if "lora_" in name:
+            torch.testing.assert_close(weights[name], w)
+
+
 # What cannot be joined -------------------------------------------------------------------------------------------
 
 ODD_ADAPTERS = [
@@ -117,6 +131,15 @@ def test_an_adapter_to_train_further_is_merged_into_its_model(tmp_path):
     model, _, folders = adapters.model_to_train(options_of(tmp_path / "adapter"), torch.device("cpu"))
     assert folders == [tmp_path / "adapter"]
     torch.testing.assert_close(model(IDS).logits, adapted(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_embeddings_that_are_the_head_as_well_are_refused(tmp_path):
+    model = build_tiny_model(tmp_path / "gemma", "gemma")
+    config = ModelConfig(
+        model_name_or_path=str(model), dtype="float32", use_peft=True, lora_target_modules=["embed_tokens", "q_proj"]
+    )
+    with pytest.raises(InputError, match="adapts the embeddings, which are the model's head as well"):
+        adapters.model_to_train(config, torch.device("cpu"))
 
 
 def test_layers_that_the_model_does_not_have(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from test_completions import reply
@@ -66,6 +67,7 @@ SAID = [
     # regime, reply -> letter
     ("likelihood", [(-4.0, False), (-3.0, False), (-9.0, False), (-5.0, True)], "B"),
     ("letter", [" B"], "B"), ("letter", [" B."], "B"), ("letter", [" b \n"], "B"), ("letter", [" B because"], None),
+    ("letter", ["**B**"], "B"), ("letter", ["(B)"], "B"), ("letter", ["[B],"], "B"),
     ("letter", [" a cell"], None), ("letter", [""], None), ("letter", [" E"], None),
     ("answer tags", [reply("x", "B")], "B"), ("answer tags", [reply("x", "The cell.")], "B"),
     ("answer tags", ["<answer>A</answer><answer>D</answer>"], "D"), ("answer tags", ["The answer is B."], None),
@@ -90,6 +92,8 @@ def test_bundled_questions():
 def test_it_is_judged_and_not_trained():
     with pytest.raises(InputError, match=r"^--task arc: is judged and not trained; `python evaluate_policy.py"):
         train_script.main(["--task", "arc"])
+    with pytest.raises(InputError, match=r"^--policies runs/ppo: --task arc judges language models; leave it out"):
+        evaluate_policy.shared_settings({"runs/ppo": {"algorithm": "ppo"}}, SimpleNamespace(task="arc"))
     with pytest.raises(InputError, match=r"^--policies 'random': --task arc judges models"):
         make_judge({}, None, 0, 0).baseline_answers("random")
 

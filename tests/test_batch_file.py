@@ -131,7 +131,11 @@ def test_several_tasks_of_a_node_with_gpus_are_refused(tmp_path):
     job = batch_job(tmp_path, **SLURM, SLURM_GPUS_ON_NODE="4", SLURM_NTASKS_PER_NODE="4", SLURM_NTASKS="4")
     printed, _ = job.communicate(timeout=20)
     assert job.returncode == 2
-    assert printed.startswith("error: --ntasks-per-node 4: one task of a node starts a process for each GPU")
+    assert printed.startswith("error: 4 tasks on 1 nodes: one task of a node starts a process for each GPU")
+    allocation = {"SLURM_NTASKS": "4", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "4"}  # salloc -n 4
+    job = batch_job(tmp_path, **SLURM, **allocation)
+    job.communicate(timeout=20)
+    assert job.returncode == 2
 
 
 @pytest.mark.parametrize("argument", ["--seed", "--seed=1", "--output_dir", "--output_dir=runs/x", "--output-dir"])

@@ -8,6 +8,7 @@ from llm_policy.checkpoints import (
     COMPLETE_MARK,
     checkpoint_to_resume_from,
     damage,
+    keep_newest,
     latest_checkpoint,
     remove_incomplete,
     written_whole,
@@ -203,6 +204,16 @@ def test_where_none_is_whole_nothing_begins_again_by_itself(tmp_path):
 def test_a_folder_that_is_not_there_holds_none(tmp_path):
     assert latest_checkpoint(tmp_path / "nothing") is None
     remove_incomplete(tmp_path / "nothing")
+
+
+def test_the_newest_stay_and_copies_of_ones_own(tmp_path):
+    for name in ("checkpoint-5", "checkpoint-10", "checkpoint-15", "checkpoint-5-best"):
+        write(tmp_path / name)
+    (tmp_path / "checkpoint-notes").mkdir()
+    (tmp_path / "checkpoint-20").mkdir()  # being written
+    keep_newest(tmp_path, 2)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["checkpoint-10", "checkpoint-15", "checkpoint-20", "checkpoint-5-best", "checkpoint-notes"]
 
 
 def test_a_copy_under_a_name_of_ones_own_is_not_resumed_from(tmp_path):

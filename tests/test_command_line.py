@@ -133,6 +133,7 @@ def test_default_configuration_only_where_none_is_named(config):
         (["--config", "{file}", "--task", "a"], "a"),
         (["--task=a", "--seed", "3", "--task", "b"], "b"),  # the last one counts
         (["--config", "{empty}"], "fallback"),
+        (["--config", "{null}"], "fallback"),
         (["--config", "{broken}"], "fallback"),  # parse_arguments says what is wrong
         (["--config", "nowhere.yaml"], "fallback"),
         (["--task"], "fallback"),
@@ -141,6 +142,7 @@ def test_default_configuration_only_where_none_is_named(config):
 def test_one_option_ahead_of_the_others(argv, expected, config):
     files = {"file": config("task: from file\n"), "empty": config("", "empty.yaml")}
     files["broken"] = config("task: [a\n", "broken.yaml")
+    files["null"] = config("task: null\n", "null.yaml")
     default_config = Path(config("task: from default file\n", "default.yaml"))
     argv = [argument.format(**files) for argument in argv]
     assert read_option(argv, "task", "fallback", default_config) == expected

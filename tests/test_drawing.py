@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 import re
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from tasks.drawing import sandbox as sandbox_module
 from tasks.drawing.judge import DrawingJudge
 from tasks.drawing.programs import cleaned, share_of_equal_pixels
 from tasks.drawing.sandbox import FUNCTIONS, LONGEST_CODE, Sandbox, code_of
-from tasks.drawing.targets import empty, random_program, read_target, squares, vertical_lines
+from tasks.drawing.targets import empty, plain_program, random_program, read_target, squares, vertical_lines
 from tasks.drawing.task import PixelReward, RandomDrawings, keep_best, scored
 from tasks.drawing.words import messages, picture_text, reply
 
@@ -153,6 +154,13 @@ def test_hostile_programs(sandbox, name):
     assert (outcome.grid, outcome.error) == (None, kind), outcome
     assert time.perf_counter() - started < 10
     assert "\n" not in outcome.message
+
+
+@pytest.mark.parametrize("last", ["{Img([[1]])}", "{Img([[1]]): 1}", "frozenset([Img([[1]])])"])
+def test_the_last_value_of_a_program_is_nobodys(sandbox, last):
+    """No host can build it, and it was a traceback in the middle of a training."""
+    (outcome,) = sandbox.run_all([f"def task(img):\n    return img\n{last}\n"], empty(2, 3))
+    assert outcome.grid == empty(2, 3)
 
 
 def test_a_program_writes_nothing_on_the_terminal(sandbox, capfd):
@@ -340,6 +348,8 @@ def test_the_prompt():
         ("I write `def task(img):` now.\n```python\ndef task(img): pass\n```", "def task(img): pass\n"),
         ("It shows\n```\n12\n12\n```\nso\n```python\ndef task(img): pass\n```", "def task(img): pass\n"),
         ("Look:\n```\n12\n```", "12\n"),
+        ("``` python\ndef task(img): pass\n```", "def task(img): pass\n"),
+        ("````python\ndef task(img): pass\n````", "def task(img): pass\n"),
         ("```\n```", ""),
         ("", ""),
     ],
@@ -400,6 +410,14 @@ def test_random_drawings_are_true(sandbox, seed):
     assert len(prompts) > 80
     assert drawings[3] == RandomDrawings(sandbox, seed, show_functions=False)[3]
     assert drawings[3] != RandomDrawings(sandbox, seed + 1, show_functions=False)[3]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_plain_program_draws_its_picture(sandbox, seed):
+    draw = random.Random(seed)
+    wanted = [[draw.choice((0, 0, 1, 2)) for _ in range(5)] for _ in range(4)]
+    (outcome,) = sandbox.run_all([plain_program(wanted)], empty(4, 5))
+    assert outcome.grid == wanted
 
 
 def test_random_rectangles_lie_apart():

@@ -2,6 +2,7 @@
 
 from collections import deque
 from fractions import Fraction
+from types import SimpleNamespace
 
 import gymnasium as gym
 import numpy as np
@@ -199,6 +200,31 @@ def test_greedy_takes_the_first_of_ties():
 
 
 ENDLESS_REWARD = MDP(np.zeros((1, 1, 1), int), np.ones((1, 1, 1)), np.ones((1, 1)), np.ones(1), np.zeros(1, bool))
+
+
+def test_who_earns_nothing_any_more_has_what_was_earned():
+    """A coin, then steps without end: nothing is left to wait for."""
+    table = {0: [[(1.0, 1, 1.0, False)], [(1.0, 0, 0.0, False)]], 1: [[(1.0, 1, 0.0, False)]] * 2}
+    mdp = mdp_from_env(SimpleNamespace(P=table, initial_state_distrib=[1.0, 0.0]))
+    assert policy_return(mdp, np.eye(2)[[0, 0]]) == 1.0
+    assert policy_return(mdp, np.eye(2)[[1, 0]]) == 0.0
+    assert optimal_return(mdp) == pytest.approx(1.0)
+
+
+def test_a_loss_far_ahead_is_seen_before_a_loop_that_costs_nothing():
+    """GO pays 1 and leads into a corridor that ends with -3; STAY pays 0."""
+    length = 100
+    corridor = {n: [[(1.0, n + 1, 0.0, False)]] * 2 for n in range(1, length)}
+    table = {0: [[(1.0, 1, 1.0, False)], [(1.0, 0, 0.0, False)]]} | corridor
+    table[length] = [[(1.0, length, -3.0, True)]] * 2
+    mdp = mdp_from_env(SimpleNamespace(P=table, initial_state_distrib=np.eye(length + 1)[0]))
+    np.testing.assert_allclose(optimal_q(mdp)[0], [-2.0, 0.0])
+
+
+def test_each_row_of_a_table_is_a_distribution():
+    table = {0: [[(1.2, 0, 0.0, True)], [(0.8, 0, 0.0, True)]]}
+    with pytest.raises(InputError, match=r"its table, state 0, action 0, has probabilities that sum to 1\.2"):
+        mdp_from_env(SimpleNamespace(P=table, initial_state_distrib=[1.0]))
 
 
 def test_rewards_without_end_add_up_to_infinity():

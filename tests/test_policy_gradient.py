@@ -350,6 +350,19 @@ def test_options_of_the_networks_reach_them(model):
     assert make_learner(arguments_of(model, "--actor", "frozen", "--center", "false")).reader.encoder.spread == 1.0
 
 
+def test_runs_with_neighbouring_seeds_share_no_start(model):
+    """Copies of an environment count on from their seed: with 20 copies seeds 1 and 2 had 19 in common."""
+    starts = []
+    for seed in ("1", "2"):
+        arguments = arguments_of(model, "--actor", "mlp", "--seed", seed, "--n_envs", "8", "--n_steps", "16")
+        learner = make_learner(arguments)
+        judged = learners.training_env(arguments, 20)
+        judged.seed(judge.judge_seed(arguments))
+        starts.append({tuple(row) for env in (learner.env, judged) for row in env.unwrapped.reset().tolist()})
+    assert [len(found) for found in starts] == [28, 28]
+    assert not starts[0] & starts[1]
+
+
 def test_an_interval_of_few_episodes_is_wide():
     """Student's t of four degrees of freedom is 2.776, where a normal distribution has 1.96."""
     score = judge.EpisodeScore.of("a", [1.0, 2.0, 3.0, 4.0, 5.0])
@@ -713,6 +726,12 @@ def test_a_run_stands_beside_others(model, tmp_path, capfd):
         (["--gamma", "1.5"], r"--gamma 1.5: expected a number above 0, at most 1"),
         (["--hidden_sizes", "0"], r"--hidden_sizes 0: "),
         (["--use_sde", "true"], r"--use_sde true: CartPole-v1 has discrete actions; it is for continuous ones"),
+        (["--log_std_init", "-2"], r"--log_std_init -2.0: CartPole-v1 has discrete actions; it is for continuous ones"),
+        (["--sde_sample_freq", "4"], r"--sde_sample_freq 4: is for --use_sde true"),
+        (
+            ["--schedule", "linear", "--timesteps", "96"],
+            r"--schedule linear with --timesteps 96: is one update of 64 steps, and the last one's rate is 0",
+        ),
         (["--batch_size", "1"], r"--batch_size 1: expected at least 2, because advantages are normalised"),
         (["--n_steps", "1", "--n_envs", "1", "--batch_size", "1"], r"an update has 1 step; expected at least 2"),
         (["--algorithm", "trpo", "--sub_sampling_factor", "64"], r"--sub_sampling_factor 64: leaves 1 of an update's"),

@@ -1,15 +1,20 @@
 """What is right, which questions are read, and on which side of the split they stand."""
 
 import json
+import os
 import random
 import re
+import subprocess
+import sys
+import unicodedata
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies
 
 from llm_policy.errors import InputError
-from tasks.questions.data import Question, held_out, normalised, read_questions, with_options
+from llm_policy.run_files import ROOT
+from tasks.questions.data import Question, asked, held_out, matches, normalised, read_questions, with_options
 from tasks.riddles import riddle
 
 # What is right -------------------------------------------------------------------------------------------------
@@ -71,6 +76,18 @@ def test_the_same_question_is_told_by_its_first_answer_and_its_signs(tmp_path):
         questions_of(one, one | {"answer": "globe"})
     added = {"question": "What is 7 + 3?", "answer": "10"}
     assert len(questions_of(added, {"question": "What is 7 - 3?", "answer": "4"})) == 2
+
+
+def test_other_scripts_keep_their_marks():
+    assert not matches("\u0915\u093e\u0932", ["\u0915\u0940\u0932"])  # two words that differ in a vowel sign
+    assert matches("Schlüssel", [unicodedata.normalize("NFD", "Schlüssel")])
+
+
+def test_half_a_character_is_named(tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"question": "Half \\ud83d?", "answer": "map"}\n')
+    with pytest.raises(InputError, match=r"line 1: column question: .*, holds half a character"):
+        read_questions(str(file), Path(), riddle, 0)
 
 
 def test_a_letter_and_its_words_are_one_option():
@@ -235,6 +252,33 @@ def test_seeds_split_otherwise_and_the_same_seed_the_same():
     assert [len(side) for side in held_out(questions, 0.25, 1)] == [30, 10]
 
 
+def test_the_order_of_a_split_does_not_hang_on_how_strings_are_hashed():
+    """One riddle joins two groups, whose numbers collide in a small set of integers."""
+    program = (
+        "from tasks.questions.data import Question, held_out\n"
+        "words = ['key', 'tree', 'cup', 'hat', 'map', 'pen', 'bed', 'jar', 'lock']\n"
+        "questions = [Question(f'{w}?', (w,)) for w in words] + [Question('all?', ('door', 'key', 'lock'))]\n"
+        "print([q.text for side in held_out(questions, 0.25, 0) for q in side])"
+    )
+    said = {
+        subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"PYTHONHASHSEED": seed})
+        for seed in ("1", "2", "3", "4")
+    }
+    assert len(said) == 1
+
+
+def test_a_goal_with_its_letter_stands_on_one_side():
+    questions = [Question(f"Goal {i % 10}", ("A", "right"), ("right", f"wrong {i}"), by_letter=True) for i in range(40)]
+    questions += [Question(f"goal  {i % 10}", ("B", "right"), ("no", "right"), by_letter=True) for i in range(10)]
+    trained, judged = held_out(questions, 0.25, 0)
+    assert not {asked(q.text) for q in trained} & {asked(q.text) for q in judged}
+
+
+def test_few_answers_make_a_split_that_says_so(capsys):
+    held_out([Question(f"{i}?", ("yes" if i % 2 else "no",)) for i in range(100)], 0.25, 0)
+    assert "--test_share 0.25: 50 of 100 are held out" in capsys.readouterr().out
+
+
 def test_letters_do_not_tie_questions_together():
     questions = [Question(f"{i}?", ("A", "yes"), ("yes", "no"), by_letter=True) for i in range(8)]
     assert [len(side) for side in held_out(questions, 0.25, 0)] == [6, 2]
@@ -256,7 +300,12 @@ def test_a_split_needs_both_sides(share):
         (("B", "A"), "A", 0),  # the letter, not the words
         (("+", "-"), "", None),
         (("+", "5"), "", None),
-        (("Cut the box", "Cut the boxes"), "cut the box", None),
+        (("Cut the box", "Cut the boxes"), "cut the box", 0),  # as it is shown
+        (("Cut the box", "Cut the boxes"), "cut a box", None),
+        *[(("fly", "robin"), said, None) for said in ("A - robin", "A, robin", "A; robin", "A (robin)", "A\nrobin")],
+        *[(("fly", "robin"), said, 1) for said in ("B - robin", "B, robin", "B (robin)", "B\nrobin", "**B** robin")],
+        (("A.M.", "E. coli"), "E. coli", 1),
+        (("A.M.", "E. coli"), "A.M.", 0),
         (("Cut the box", "Cut the boxes"), "b", 1),
     ],
 )

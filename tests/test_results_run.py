@@ -78,6 +78,17 @@ def test_a_command_whose_first_call_is_refused_leaves_its_name_free(started, tmp
     assert results_run.main(KL) == 0
 
 
+def test_an_expert_of_one_word_is_read_back(started):
+    words = ["--name", "kl", "--study", "ablations", "--expert=--rows=states", "--seeds", "4"]
+    assert results_run.main(words) == results_run.main(words) == 0
+
+
+def test_a_refused_call_takes_no_minutes(started, tmp_path, monkeypatch):
+    monkeypatch.setattr(results_run, "run_to_its_end", lambda command: 2)
+    assert results_run.main(KL) == 2
+    assert not list(tmp_path.glob("runs/kl/*/minutes.txt"))
+
+
 def test_a_run_that_is_killed_is_named(started, monkeypatch, capsys):
     monkeypatch.setattr(results_run, "run_to_its_end", lambda command: -9)
     assert results_run.main(KL) == 137
@@ -249,9 +260,10 @@ def test_the_minutes_of_a_part_that_was_interrupted_count(started, tmp_path, mon
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_reaches_the_run_which_ends_as_it_wants(number, tmp_path):
     ready = tmp_path / "ready"
+    known = signal.SIGTERM if number == signal.SIGHUP else number  # no run takes SIGHUP
     child = (
         "import pathlib, signal, sys, time\n"
-        f"signal.signal({int(number)}, lambda *_: sys.exit(75))\n"
+        f"signal.signal({int(known)}, lambda *_: sys.exit(75))\n"
         f"pathlib.Path({str(ready)!r}).touch()\n"
         "time.sleep(60)\n"
     )

@@ -89,7 +89,10 @@ def test_riddles_with_an_answer_of_the_test_file_are_left_out(tmp_path, capsys):
     files = {"dataset": str(tmp_path / "own.jsonl"), "test_dataset": str(tmp_path / "test.jsonl")}
     trained, judged = riddles(asked(**files))
     assert [question.text for question in trained + judged] == ["2?", "3?"]
-    assert "1 riddles left out of training: their answers are among those of --test_dataset" in capsys.readouterr().out
+    assert (
+        "1 riddles left out of training: their answers or questions are among those of --test_dataset"
+        in capsys.readouterr().out
+    )
 
 
 BAD = [

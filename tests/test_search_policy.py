@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from stub_endpoint import stub_endpoint
 from tiny_models import build_tiny_model
 
@@ -223,6 +225,28 @@ def test_interrupted(tmp_path, monkeypatch, capsys):
         assert main(small_run(tmp_path / "out")) == 75
     assert "the same command resumes" in capsys.readouterr().out
     assert main(small_run(tmp_path / "out")) == 0
+
+
+def test_a_search_goes_on_with_the_model_that_it_began_with(tiny_model, tmp_path, monkeypatch):
+    own = tmp_path / "model"
+    shutil.copytree(tiny_model, own)
+    model = ["--proposer", "local", "--model_name_or_path", own, "--dtype", "float32", "--iterations", 2]
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(search_policy, "search", interrupted)
+        assert main(small_run(tmp_path / "out", *model)) == 75
+    weights = load_file(own / "model.safetensors")
+    save_file({name: w + 0.01 for name, w in weights.items()}, own / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match="the model changed since the run was begun"):
+        main(small_run(tmp_path / "out", *model))
+
+
+def test_another_proposer_is_named_and_no_option_that_hangs_on_it(lake_run):
+    with pytest.raises(InputError, match=r"^--proposer .*was begun with random"):
+        main(["--output_dir", str(lake_run)])
 
 
 def test_only_one_process_writes(tmp_path, capsys):
@@ -440,7 +464,7 @@ BAD_INPUT = [
     (["--api_key", KEY], "--api_key"),
     (["--proposer", "endpoint", "--model_name", "m", "--base_url", "http://u:p@h/v1"], "holds a user, password"),
     # The output folder
-    (["--output_dir", "{tmp}/other"], "--episodes 4: {tmp}/other was begun with the default; "),
+    (["--output_dir", "{tmp}/other"], "--proposer random: {tmp}/other was begun with the default; "),
     (["--output_dir", "{tmp}/other", "--resume", "never"], "--output_dir {tmp}/other: holds a run; choose another"),
     (["--output_dir", "{tmp}/file"], "--output_dir {tmp}/file: is a file"),
     (["--output_dir", "/proc/no"], "--output_dir /proc/no: cannot be written"),

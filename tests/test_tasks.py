@@ -7,6 +7,7 @@ import sys
 
 import arithmetic_task
 import gymnasium
+import numpy as np
 import pytest
 import torch
 from conftest import interrupted_at_step
@@ -17,8 +18,10 @@ import evaluate_policy
 import tasks
 import train_script
 from llm_policy.environments import expert_q
+from llm_policy.environments.gym_env import make_gym_environment
 from llm_policy.environments.gym_table import GymTable
 from llm_policy.environments.judge import baseline_policy, simulated_successes
+from llm_policy.environments.mdp import optimal_q
 from llm_policy.environments.policy_table import constant_policy, score_policy, uniform_policy
 from llm_policy.errors import InputError, run_script
 
@@ -217,6 +220,78 @@ def test_a_game_with_chance_has_no_learner_from_samples(key_room):
     windy = type("WindyRoom", (key_room.KeyRoom,), {"env_id": "WindyRoom-v0"})()
     with pytest.raises(InputError, match="WindyRoom-v0: Q-learning is for lakes and games without chance"):
         baseline_policy("q-learning", windy)
+
+
+@pytest.fixture
+def corridor(key_room):
+    """Three cells; LEAVE ends the episode where it is, and pays 10 in the last one."""
+
+    class Corridor(gymnasium.Env):
+        observation_space, action_space = gymnasium.spaces.Discrete(3), gymnasium.spaces.Discrete(2)
+
+        def __init__(self, start=0, size=3):
+            pays = dict(enumerate([-5.0, -5.0, 10.0]))
+            self.P = {n: {0: [(1.0, min(n + 1, 2), 0.0, False)], 1: [(1.0, n, pays[n], True)]} for n in range(3)}
+            if size != 3:
+                self.P = {n: self.P[min(n, 2)] for n in range(size)}
+            self.initial_state_distrib = np.eye(size)[start]
+            self.where = start
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            self.where = int(self.initial_state_distrib.argmax())
+            return self.where, {}
+
+        def step(self, action):
+            ((_, self.where, reward, done),) = self.P[self.where][int(action)]
+            return self.where, reward, done, False, {}
+
+    gymnasium.register("Corridor-v0", Corridor, max_episode_steps=30)
+    own = {"env_id": "Corridor-v0", "actions": ("ON", "LEAVE"), "arrows": {}, "task": "key_room"}
+    said = {"state_text": lambda self, state: f"cell {state}", "is_goal": lambda self, state: state == 2}
+    yield type("Corridor", (GymTable,), own | said)()
+    gymnasium.registry.pop("Corridor-v0", None)
+
+
+def test_a_cell_in_which_an_episode_may_end_is_not_its_end(corridor):
+    exact = optimal_q(corridor.mdp, 0.99)
+    np.testing.assert_allclose(expert_q.learn_q(corridor, 0.99, 1, 20_000, 0)[0], exact, atol=0.05)
+
+
+def test_a_game_has_the_step_limit_that_it_is_registered_with(corridor, key_room):
+    assert (corridor.horizon_steps, key_room.KeyRoom().horizon_steps) == (30, 100)
+
+
+def test_a_game_with_options_of_its_own_is_no_table_of_the_usual_one(corridor):
+    pytest.importorskip("stable_baselines3")
+    table_of = importlib.import_module("llm_policy.policy_gradient.judge").table_of
+    assert table_of(make_gym_environment("Corridor-v0")) == corridor
+    assert table_of(make_gym_environment("Corridor-v0", {"start": 1})) is None
+    assert table_of(make_gym_environment("Corridor-v0", {"size": 5})) is None
+
+
+def test_rows_of_states_need_an_environment_that_can_be_put_into_them(corridor, tmp_path):
+    with pytest.raises(InputError, match="Corridor-v0: its environment does not call its state `s`"):
+        expert_q.main(["--env_id", "Corridor-v0", "--rows", "states", "--output", str(tmp_path / "e.csv")])
+
+
+def test_simulated_actions_are_not_drawn_with_the_numbers_of_the_environment(corridor, monkeypatch):
+    """A game that wins where its own draw is below a half, as a policy with the same numbers would choose."""
+
+    class Coin(gymnasium.Env):
+        observation_space, action_space = gymnasium.spaces.Discrete(2), gymnasium.spaces.Discrete(2)
+
+        def reset(self, *, seed=None, options=None):
+            super().reset(seed=seed)
+            return 0, {}
+
+        def step(self, action):
+            wins = action == 0 and self.np_random.random() < 0.5
+            return int(wins), float(wins), True, False, {}
+
+    monkeypatch.setattr(type(corridor), "make", lambda self, horizon_steps=None: Coin())
+    monkeypatch.setattr(type(corridor), "is_goal", lambda self, state: state == 1)
+    assert abs(simulated_successes(corridor, uniform_policy(2, 2), None, 2000, seed=0) / 2000 - 0.25) < 0.04
 
 
 def test_actions_may_be_written_in_lower_case(key_room, tmp_path):

@@ -45,6 +45,33 @@ def taught(architecture="llama", seed=0, **options):
     return report, adapter_weights(model)
 
 
+def test_a_row_of_its_own_has_the_loss_of_a_packed_one():
+    model, _, reader = student()
+    batch = [(prompt, reply) for prompt, replies in LESSONS[:2] for reply in replies]
+    warm_start.add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy"))
+    model.eval()
+    losses = [warm_start.reply_loss(model, reader, batch, packed).item() for packed in (True, False)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("wrong", ["raises", "differs"])
+def test_where_packing_is_wrong_replies_are_taught_in_rows_of_their_own(wrong, monkeypatch, capsys):
+    """LFM2 mixes neighbouring tokens, and would see other branches; others take no such mask."""
+    packed_log_probabilities = warm_start.packed_log_probabilities
+
+    def broken(*arguments):
+        if wrong == "raises":
+            raise ValueError("too many values to unpack")
+        values, entropies = packed_log_probabilities(*arguments)
+        return values - 0.3, entropies
+
+    monkeypatch.setattr(warm_start, "packed_log_probabilities", broken)
+    report, _ = taught(max_steps=1)
+    assert report["loss"] > 0
+    said = {"raises": "packed, too many values to unpack", "differs": "packed, their losses differ by 0.3"}[wrong]
+    assert f"replies are taught in rows of their own, which is slower: {said}" in capsys.readouterr().out
+
+
 @pytest.fixture
 def batches(monkeypatch):
     """What each pass was taught: (prompts, completions) as token ids."""
@@ -91,7 +118,9 @@ def test_every_prompt_is_taught_each_action_exactly_once(batches):
             assert parsed.is_well_formed
             actions_of.setdefault(tuple(prompt), []).append(action_index(parsed.answer, ACTIONS))
         assert all(sorted(actions) == list(range(len(ACTIONS))) for actions in actions_of.values())
-    assert sum(len(prompts) for prompts, _ in batches) == 4 * 5 * len(ACTIONS)  # four steps of five states
+    compared, *steps = batches  # with plain rows, before anything is taught
+    assert len(compared[0]) == len(ACTIONS)
+    assert sum(len(prompts) for prompts, _ in steps) == 4 * 5 * len(ACTIONS)  # four steps of five states
 
 
 def test_the_reply_is_the_same_but_for_the_action(batches):

@@ -85,7 +85,10 @@ class ExpertOptions:
         default=0.0, metadata={"help": "Standard deviation of noise on Q-values, in units of the largest |Q|."}
     )
     wrong_states: float = field(
-        default=0.0, metadata={"help": "Share of states in which the best and the worst Q-value change places."}
+        default=0.0,
+        metadata={
+            "help": "Share of states in which the best and the worst Q-value change places; a tied best one stays."
+        },
     )
     labels_only: bool = field(
         default=False,
@@ -159,10 +162,10 @@ def learn_q(
                 reward_R = mdp.rewards_SA[state_R, action_R] if wins_S is None else wins_S[next_R]
                 here = (run_R, state_R, action_R)
                 visits_RSA[here] += 1
-                # Where the episode ends Q stays 0, so the bootstrap vanishes there.
-                target_R = reward_R + gamma * q_RSA[run_R, next_R].max(axis=1)
+                ended_R = mdp.probabilities_SAK[state_R, action_R, outcome_R] == 0
+                target_R = reward_R + gamma * np.where(ended_R, 0.0, q_RSA[run_R, next_R].max(axis=1))
                 q_RSA[here] += (target_R - q_RSA[here]) / (1 + visits_RSA[here] / STEP_SIZE_VISITS)
-                state_R = np.where(mdp.terminal_S[next_R], start_R, next_R)
+                state_R = np.where(ended_R, start_R, next_R)
             bar.update(block)
     return q_RSA
 
@@ -214,6 +217,8 @@ def expert_rows(
     if options.rows == "states":
         for number, state in enumerate(environment.acting_states):
             env.reset(seed=options.seed if number == 0 else None)
+            if not hasattr(env.unwrapped, "s"):
+                raise InputError(f"{environment}: its environment does not call its state `s`; use --rows episodes")
             env.unwrapped.s = state  # type: ignore[attr-defined]  # Gymnasium's name for it
             action = int(action_S[state])
             next_state, reward, terminated, truncated, _ = env.step(action)

@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from gymnasium.spaces import Discrete
 from gymnasium.wrappers import TimeLimit
 
 from llm_policy.environments.frozen_lake import Grid, check_grid
-from llm_policy.environments.mdp import MDP, mdp_from_env
+from llm_policy.environments.mdp import MDP, MOST_STATES, mdp_from_env
 from llm_policy.errors import InputError
 
 Actor = Callable[[Any], Any]
@@ -90,8 +91,7 @@ def make_gym_environment(
             sys.modules["mujoco"].set_mju_user_warning(_warn_once)
         is_discrete = isinstance(env.observation_space, Discrete) and isinstance(env.action_space, Discrete)
         _check_options(env, options)
-        # A fickle passenger changes the goal on the way, which Taxi's table does not say
-        if is_discrete and hasattr(env.unwrapped, "P") and not getattr(env.unwrapped, "fickle_passenger", False):
+        if is_discrete and _has_table(env.unwrapped):
             mdp = mdp_from_env(env)
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         remedy = "pip install -r requirements-mujoco.txt" if "mujoco" in str(error).lower() else "install it"
@@ -112,6 +112,23 @@ def make_gym_environment(
         horizon_steps = DEFAULT_HORIZON_STEPS
         env = TimeLimit(env, horizon_steps)
     return GymEnvironment(spec.id, env, horizon_steps, mdp, options)
+
+
+def _has_table(env: gymnasium.Env) -> bool:
+    """Whether its table says all, and is small enough to be solved; else it is judged by episodes."""
+    table = getattr(env, "P", None)
+    is_fickle = getattr(env, "fickle_passenger", False)  # changes Taxi's goal on the way, which its table does not say
+    is_table = isinstance(table, Mapping) and len(table) <= MOST_STATES
+    return is_table and hasattr(env, "initial_state_distrib") and not is_fickle
+
+
+def plain_name(env_id: str) -> str:
+    """Without namespace and version.
+
+    >>> plain_name("me/Key-Room-v0"), plain_name("CartPole")
+    ('Key-Room', 'CartPole')
+    """
+    return re.sub(r"-v\d+$", "", env_id.rpartition("/")[2])
 
 
 @functools.cache

@@ -36,7 +36,6 @@ class GymTable:
     task: ClassVar[str]
     actions: ClassVar[tuple[str, ...]]
     arrows: ClassVar[dict[int, tuple[int, int]]] = {}
-    horizon_steps: ClassVar[int] = DEFAULT_HORIZON_STEPS
     state_form: ClassVar[str] = "the text of a state in which an action is chosen"
     pays_success: ClassVar[bool] = False  # each step costs something
 
@@ -47,6 +46,10 @@ class GymTable:
 
     def __str__(self) -> str:
         return self.env_id
+
+    @property
+    def horizon_steps(self) -> int:
+        return gymnasium.spec(self.env_id).max_episode_steps or DEFAULT_HORIZON_STEPS
 
     @property
     def mdp(self) -> MDP:
@@ -103,11 +106,11 @@ def _success_mdp(environment: GymTable) -> MDP:
     env = gymnasium.make(environment.env_id)
     table = env.get_wrapper_attr("P")
     rewards_SA = np.zeros_like(environment.mdp.rewards_SA)
-    pay = set()
+    pay, acting = set(), set(environment.acting_states)
     for state, action in np.ndindex(*rewards_SA.shape):
         for probability, next_state, reward, done in table[state][action]:
             rewards_SA[state, action] += probability * (done and environment.is_goal(next_state))
-            pay |= {reward} if done and state in environment.acting_states else set()
+            pay |= {reward} if done and state in acting else set()
     env.close()
     if len(pay) > 1 and type(environment).is_goal is GymTable.is_goal:
         raise InputError(

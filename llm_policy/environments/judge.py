@@ -209,7 +209,7 @@ def simulated_successes(
     environment: TableEnvironment, policy_SA: np.ndarray, horizon_steps: int | None, episodes: int, seed: int
 ) -> int:
     """Successes in `episodes` episodes of the Gymnasium environment itself, sampling actions from the table."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng([seed, 1])  # the environment draws its own numbers from `seed`
     cumulative_SA = policy_SA.cumsum(axis=1)
 
     def act(state: int) -> int:

@@ -90,7 +90,8 @@ def mdp_from_env(env) -> MDP:
                 terminal_S[next_state] |= bool(done)
     start_S = np.array(start_S, dtype=np.float64)
     sums = {"start distribution": start_S.sum()}
-    sums["table"] = np.mean([sum(p for p, *_ in table[s][a]) for s in range(states) for a in range(actions)])
+    for state, action in np.ndindex(states, actions):
+        sums[f"table, state {state}, action {action},"] = sum(p for p, *_ in table[state][action])
     for what, total in sums.items():
         if not abs(total - 1.0) < 1e-6:
             raise InputError(f"environment {name}: its {what} has probabilities that sum to {total:g}, expected 1")
@@ -119,7 +120,8 @@ def optimal_q(mdp: MDP, gamma: float = 1.0, tolerance: float = 1e-10, max_sweeps
     for maps in _chunks(stack):
         active = np.arange(maps.start, maps.stop)
         values_MS = np.zeros(stack.start_S[maps].shape)
-        sweeps, burst = 0, FIRST_SWEEPS
+        # Undiscounted, a loop that costs nothing hides an end that is worse than it until the sweeps come from there
+        sweeps, burst = 0, FIRST_SWEEPS if gamma < 1 else max(FIRST_SWEEPS, stack.rewards_SA.shape[-2])
         while len(active):
             burst = min(burst, max_sweeps - sweeps)
             if burst <= 0:
@@ -301,11 +303,13 @@ def _endings(
         return exits_MS, values_in_loops_MS
     index_MSK, moves_MSK = _flat_successors(next_states_MSK), probabilities_MSK > 0
     ends_MS = _can_reach(exits_MS, index_MSK, moves_MSK)
+    quiet_MS = ~ends_MS & ~_can_reach(rewards_MS != 0, index_MSK, moves_MSK)  # nothing is earned any more
+    ends_MS = _can_reach(ends_MS | quiet_MS, index_MSK, moves_MSK)
     for sign in (1, -1):
         if (sign * rewards_MS[~ends_MS] > 0).any():
             pays_MS = _can_reach(~ends_MS & (sign * rewards_MS > 0), index_MSK, moves_MSK)
             values_in_loops_MS[pays_MS] = sign * np.inf
-    return ends_MS, values_in_loops_MS
+    return ends_MS & ~quiet_MS, values_in_loops_MS
 
 
 def _dense(next_states_MSK: np.ndarray, probabilities_MSK: np.ndarray) -> np.ndarray:

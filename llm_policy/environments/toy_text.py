@@ -12,7 +12,6 @@ from gymnasium.envs.toy_text.taxi import MAP as TAXI_MAP
 
 from llm_policy.environments import frozen_lake
 from llm_policy.environments.frozen_lake import Arrows, Cell, FrozenLake
-from llm_policy.environments.gym_env import DEFAULT_HORIZON_STEPS
 from llm_policy.environments.gym_table import GymTable
 from llm_policy.environments.table_environment import Drawing
 from llm_policy.errors import InputError
@@ -38,7 +37,6 @@ class CliffWalking(GymTable):
     task: ClassVar[str] = "cliff_walking"
     actions: ClassVar[tuple[str, ...]] = ("UP", "RIGHT", "DOWN", "LEFT")
     arrows: ClassVar[Arrows] = {0: (0, -1), 1: (1, 0), 2: (0, 1), 3: (-1, 0)}
-    horizon_steps: ClassVar[int] = DEFAULT_HORIZON_STEPS
     state_form: ClassVar[str] = f"{frozen_lake.grid_text(grid)} with A in place of the S or of one point"
 
     def cell(self, state: int) -> Cell:
@@ -68,7 +66,6 @@ class Taxi(GymTable):
     task: ClassVar[str] = "taxi"
     actions: ClassVar[tuple[str, ...]] = ("SOUTH", "NORTH", "EAST", "WEST", "PICKUP", "DROPOFF")
     arrows: ClassVar[Arrows] = {0: (0, 1), 1: (0, -1), 2: (1, 0), 3: (-1, 0)}
-    horizon_steps: ClassVar[int] = 200
     state_form: ClassVar[str] = (
         "'taxi ROW,COLUMN passenger PLACE destination PLACE' with rows and columns from 0 to 4 and two different "
         "places of R, G, Y, B, or 'in taxi' for the passenger"

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from llm_policy import processes
 from llm_policy.chat import Messages, Reader
 from llm_policy.completions import action_index, common_words, parse_completion
-from llm_policy.grpo.packing import attention_mask, behind_prefix, only_positions, pack_groups
+from llm_policy.grpo.packing import attention_mask, behind_prefix, may_share_prefix, only_positions, pack_groups
 from llm_policy.sampling import evaluating
 
 ANSWER_TAG, END_TAG = "<answer>", "</answer>"
@@ -205,6 +205,7 @@ def _packed_scores(
         [ids for whole in wholes for ids in whole],
         pad_token_id=reader.tokenizer.pad_token_id,
         device=next(plain.parameters()).device,
+        share_prefix=may_share_prefix(plain),
     )
     with evaluating(plain), behind_prefix(plain, packed), only_positions(plain.base_model, packed.predictor_U):
         logits_UV = plain(

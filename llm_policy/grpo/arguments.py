@@ -145,6 +145,8 @@ def check_arguments(script: ScriptArguments, training: GRPOConfig, model: ModelC
             "--use_vllm true: needs vllm, 0.22 to 0.31, which brings its own PyTorch; install it in an environment of "
             "its own, or leave the option out"
         )
+    if training.full_determinism and training.device.type == "cuda":
+        raise InputError("--full_determinism true: sampling adds probabilities up, which PyTorch then refuses on a GPU")
     has_compiler = os.environ.get("CC") or any(map(shutil.which, ("gcc", "clang", "cc")))
     if script.check != "only" and training.device.type == "cuda" and not has_compiler:
         raise InputError("no C compiler: Triton builds kernels with one; install gcc and Python's headers, or set CC")

@@ -41,11 +41,16 @@ from transformers import DynamicCache, PreTrainedModel
 
 from llm_policy.grpo.head import TokenLogProbabilities, finds_gradient_on_the_way
 from llm_policy.grpo.tree_attention import FEWEST_PLACES, Sight, takes_blocks
-from llm_policy.prompt_cache import mask_by_layer
+from llm_policy.prompt_cache import mask_by_layer, turns_by_length
 from llm_policy.sampling import TokenIds, common_prefix
 
 # Measured (two threads of an AMD EPYC): with it 11 x 8 completions of 32 tokens are trees, which are a tenth faster
 PAIRS_PER_COPIED_KEY = 170
+
+
+def may_share_prefix(model: PreTrainedModel) -> bool:
+    """Whether a pass may be cut in two, as `pack_groups` does: recomputation drops the cache in the middle of one."""
+    return not model.is_activation_checkpointing and not turns_by_length(model)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import RepeatSampler, split_tensor_dict
 
 from llm_policy import processes
-from llm_policy.checkpoints import written_whole
+from llm_policy.checkpoints import keep_newest, written_whole
 from llm_policy.errors import InputError
 from llm_policy.grpo.expected import (
     REWARD_ROUNDING,
@@ -28,7 +28,13 @@ from llm_policy.grpo.expected import (
     luck_of_actions,
     without_answers,
 )
-from llm_policy.grpo.packing import Branch, pack_groups, packed_log_probabilities, pairs_per_token
+from llm_policy.grpo.packing import (
+    Branch,
+    may_share_prefix,
+    pack_groups,
+    packed_log_probabilities,
+    pairs_per_token,
+)
 from llm_policy.grpo.tree_attention import ATTENTION, FEWEST_PLACES, prefer_blocks
 from llm_policy.sampling import sample_completions
 
@@ -114,7 +120,8 @@ class PolicyTrainer(GRPOTrainer):
             )
         self.packed = packed
         # Compiling takes 40 s. Where a prompt's completions alone are shorter, the dense mask is cheap at any length
-        if packed and self.num_generations * self.max_completion_length >= FEWEST_PLACES:
+        is_long = self.num_generations * self.max_completion_length >= FEWEST_PLACES
+        if packed and is_long and not self.use_transformers_continuous_batching:  # which knows no other attention
             plain = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
             line = prefer_blocks(plain)
             if line and self.accelerator.is_main_process:
@@ -295,7 +302,7 @@ class PolicyTrainer(GRPOTrainer):
             [Branch(row_of[b.completion], b.start, b.token_ids) for b in self._branches],
             self._tokenizer.pad_token_id,
             input_ids.device,
-            share_prefix=not plain_model.is_activation_checkpointing,  # which drops a cache in the middle of a pass
+            share_prefix=may_share_prefix(plain_model),
             silent={row_of[i] for i in scored if skipped_B[i]},
             pairs_per_token=pairs_per_token(plain_model),
         )
@@ -400,10 +407,17 @@ class PolicyTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         checkpoint = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with written_whole(checkpoint, self.stands_on) if processes.is_main() else nullcontext():
-            processes.wait_for_all()  # the others write into the folder once it is marked as begun
-            super()._save_checkpoint(model, trial)
-            processes.wait_for_all()  # the list is made when all have written
+        # Transformers would count and delete every folder checkpoint-*, and before this one is marked as whole
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            with written_whole(checkpoint, self.stands_on) if processes.is_main() else nullcontext():
+                processes.wait_for_all()  # the others write into the folder once it is marked as begun
+                super()._save_checkpoint(model, trial)
+                processes.wait_for_all()  # the list is made when all have written
+        finally:
+            self.args.save_total_limit = limit
+        if limit and processes.is_main():
+            keep_newest(checkpoint.parent, limit)
         processes.wait_for_all()
 
     def log(self, logs, start_time=None):

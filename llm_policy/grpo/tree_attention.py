@@ -92,6 +92,8 @@ def prefer_blocks(model: PreTrainedModel) -> str:
     config = model.config.get_text_config()
     if model.device.type != "cuda" or config._attn_implementation != "sdpa":
         return ""
+    if getattr(config, "attention_dropout", 0.0):  # which FlexAttention has not
+        return ""
     # Each kind of shape is compiled by itself, and past the limit the whole matrix of scores would be computed
     torch._dynamo.config.recompile_limit = max(RECOMPILES, torch._dynamo.config.recompile_limit)
     try:

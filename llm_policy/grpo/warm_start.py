@@ -26,7 +26,7 @@ from llm_policy.chat import Messages, Reader, reply_token_ids
 from llm_policy.checkpoints import COMPLETE_MARK, damage, written_whole
 from llm_policy.errors import InputError
 from llm_policy.grpo.arguments import ScriptArguments
-from llm_policy.grpo.packing import pack_groups, packed_log_probabilities
+from llm_policy.grpo.packing import may_share_prefix, pack_groups, packed_log_probabilities
 from llm_policy.hardware import give_memory_back
 
 Lesson = tuple[Messages, Sequence[str]]
@@ -37,6 +37,7 @@ REPORT_FILE = "report.json"
 SAMPLED_PROMPTS = 32  # for the estimate of the format validity
 CHECK_EVERY_STEPS, CHECKS = 5, 12  # at the shortest, and about so many
 REPLIES_PER_PASS = 12  # a bound on memory; two cores are as fast with 12 as with 44
+SAME_LOSS = 0.1  # nats a token: so far rounding goes, packed against plain rows
 
 
 def warm_started(
@@ -194,6 +195,7 @@ def teach_format(
     is_hidden = not processes.is_main()
     progress = tqdm(desc=what, unit="step", disable=is_hidden, initial=report["steps"], **processes.bar_pace())
     try:
+        packed = packs(model, reader, [(lessons[0][0], reply) for reply in lessons[0][1][:REPLIES_PER_PASS]])
         last = max_steps if report["format_validity"] < threshold else 0  # killed between the last step and the end
         for step in range(report["steps"] + 1, last + 1):
             for group in optimizer.param_groups:  # at the full rate a long thought stays unsure
@@ -206,7 +208,7 @@ def teach_format(
             for first in chunks[processes.own_share(len(chunks))]:
                 chunk = slice(first, first + prompts_per_pass)
                 batch = [(prompt, reply) for prompt, replies in chosen[chunk] for reply in replies]
-                chunk_loss = reply_loss(model, reader, batch) * (sum(tokens[chunk]) / sum(tokens))
+                chunk_loss = reply_loss(model, reader, batch, packed) * (sum(tokens[chunk]) / sum(tokens))
                 chunk_loss.backward()
                 loss += chunk_loss.detach()
             share_gradient(parameters)
@@ -282,22 +284,60 @@ class Unfinished:
         print(f"warm start: goes on after step {report['steps']}", flush=True)
 
 
-def reply_loss(model: PeftModel, reader: Reader, batch: Sequence[tuple[Messages, str]]) -> torch.Tensor:
+def reply_loss(
+    model: PeftModel, reader: Reader, batch: Sequence[tuple[Messages, str]], packed: bool = True
+) -> torch.Tensor:
     """Mean over all tokens of the replies of minus their log-probability (nats), behind their prompts.
 
     Inside `add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy"))`.
+
+    Args:
+        packed: replies that begin alike share a row; else each has one of its own.
     """
     base_model, device = model.get_base_model(), next(model.parameters()).device
-    packed = pack_groups(
-        [reader.prompt(prompt) for prompt, _ in batch],
-        [reply_token_ids(reply, reader.tokenizer) for _, reply in batch],
-        pad_token_id=reader.tokenizer.pad_token_id,
-        device=device,
-        share_prefix=not base_model.is_activation_checkpointing,
-    )
+    prompts = [reader.prompt(prompt) for prompt, _ in batch]
+    replies = [reply_token_ids(reply, reader.tokenizer) for _, reply in batch]
+    pad = reader.tokenizer.pad_token_id
     with torch.autocast(device.type, torch.bfloat16, enabled=base_model.dtype == torch.bfloat16):
-        log_probabilities_N, _ = packed_log_probabilities(model, base_model, packed)
-    return -log_probabilities_N.float().mean()
+        if packed:
+            groups = pack_groups(
+                prompts, replies, pad_token_id=pad, device=device, share_prefix=may_share_prefix(base_model)
+            )
+            log_probabilities_N, _ = packed_log_probabilities(model, base_model, groups)
+            return -log_probabilities_N.float().mean()
+        length = max(len(prompt) + len(reply) for prompt, reply in zip(prompts, replies, strict=True))
+
+        def filled(parts: list[list[int]], fill: int) -> torch.Tensor:
+            return torch.tensor([[*part, *[fill] * (length - len(part))] for part in parts], device=device)
+
+        pairs = list(zip(prompts, replies, strict=True))
+        ids_BT = filled([[*prompt, *reply] for prompt, reply in pairs], pad)
+        mask_BT = filled([[1] * (len(prompt) + len(reply)) for prompt, reply in pairs], 0)
+        labels_BT = filled([[*[-100] * len(prompt), *reply] for prompt, reply in pairs], -100)
+        logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT).logits[:, :-1]
+        return torch.nn.functional.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT[:, 1:].flatten())
+
+
+@torch.no_grad()
+def packs(model: PeftModel, reader: Reader, batch: Sequence[tuple[Messages, str]]) -> bool:
+    """Whether replies in one row have the loss that they have alone; where not, says so.
+
+    Layers that mix neighbouring tokens (LFM2) see other branches of the tree, and some architectures take no such mask.
+    """
+    was_training = model.training
+    model.eval()  # under LoRA's dropout no two passes agree
+    try:
+        plain, reason = reply_loss(model, reader, batch, packed=False), ""
+        try:
+            difference = abs(reply_loss(model, reader, batch) - plain).item()
+            reason = f"their losses differ by {difference:.2g}" if difference > SAME_LOSS else ""
+        except (ValueError, RuntimeError, TypeError) as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+    finally:
+        model.train(was_training)
+    if reason and processes.is_main():
+        print(f"replies are taught in rows of their own, which is slower: packed, {reason}", flush=True)
+    return not reason
 
 
 def share_gradient(parameters: Sequence[torch.nn.Parameter]) -> None:

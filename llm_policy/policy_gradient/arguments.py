@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import nn
 
 from llm_policy.command_line import parse_arguments, read_option
-from llm_policy.environments.gym_env import read_env_options
+from llm_policy.environments.gym_env import plain_name, read_env_options
 from llm_policy.errors import InputError, check_choices
 from llm_policy.models import DTYPES, EMBEDDED_MODEL
 from llm_policy.policy_gradient.text_encoder import POOLINGS
@@ -146,6 +146,8 @@ class PolicyGradientArguments:
             for name in own if self.actor not in actors else ():
                 if getattr(self, name) != defaults[name]:
                     raise InputError(f"--{name} {getattr(self, name)}: is for --actor {' or '.join(actors)} alone")
+        if self.sde_sample_freq != defaults["sde_sample_freq"] and not self.use_sde:
+            raise InputError(f"--sde_sample_freq {self.sde_sample_freq}: is for --use_sde true")
         if not self.hidden_sizes:
             raise InputError("--hidden_sizes: expected at least one layer")
         if self.output_dir is None:
@@ -164,7 +166,7 @@ class PolicyGradientArguments:
 
 def default_config(env_id: str, algorithm: str, actor: str = "mlp") -> Path | None:
     """The settings for an environment, whatever its version, and for an actor if it has its own; None without any."""
-    name = (env_id.rpartition("/")[2].rpartition("-")[0] or env_id).removesuffix("8x8")
+    name = plain_name(env_id).removesuffix("8x8")
     files = [CONFIGS / algorithm / f"{name}{suffix}.yaml" for suffix in (f"-{actor}", "")]
     return next((file for file in files if file.is_file()), None)
 

@@ -19,7 +19,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 
 from llm_policy.command_line import parse_arguments
 from llm_policy.environments.frozen_lake import FrozenLake, grid_text
-from llm_policy.environments.gym_env import GymEnvironment, lake_grid, returns
+from llm_policy.environments.gym_env import GymEnvironment, lake_grid, plain_name, returns
 from llm_policy.environments.gym_table import GymTable
 from llm_policy.environments.judge import (
     evaluate_policies,
@@ -27,6 +27,7 @@ from llm_policy.environments.judge import (
     policy_verdict,
     save_evaluation,
 )
+from llm_policy.environments.mdp import MDP
 from llm_policy.environments.policy_table import score_policy
 from llm_policy.environments.table_environment import TableEnvironment
 from llm_policy.environments.toy_text import gym_tables
@@ -38,12 +39,13 @@ from llm_policy.policy_gradient.learner import (
     Learner,
     load_policy,
     make_learner,
+    stream_seed,
     training_env,
 )
 from llm_policy.processes import progress
 from llm_policy.reading import read_text
 from llm_policy.run_files import CONFIG_FILE, EVALUATION_FILE, write_whole
-from llm_policy.tables import show
+from llm_policy.tables import number_text, show
 
 # Mean returns of others, not run here: environment (HalfCheetah: any version) -> what -> score
 PUBLISHED = {
@@ -67,7 +69,7 @@ UNTRAINED, GREEDY, SAMPLED = "untrained, greedy", "trained, greedy", "trained, s
 def published_lines(environment: GymEnvironment) -> list[str]:
     """What others report of the environment as it usually is, as a line; [] where nothing is known."""
     name = environment.env_id.rpartition("/")[2]
-    known = PUBLISHED.get(name) or PUBLISHED.get(name.partition("-")[0], {})
+    known = PUBLISHED.get(name) or PUBLISHED.get(plain_name(name), {})
     figures = known if environment.is_usual else {}
     return ["published, not run here: " + "; ".join(f"{k} {v}" for k, v in figures.items())] if figures else []
 
@@ -85,13 +87,12 @@ def table_of(environment: GymEnvironment) -> TableEnvironment | None:
         found = [FrozenLake(lake_grid(environment.env), is_slippery) for is_slippery in (True, False)]
     else:
         found = [kind()]
-    own = environment.mdp
-    for candidate in found:
-        mdp = candidate.mdp
-        same_rewards = np.allclose(mdp.rewards_SA, own.rewards_SA)
-        if same_rewards and np.allclose(mdp.transitions_SAS, own.transitions_SAS):
-            return candidate
-    return None
+    return next((candidate for candidate in found if _are_same(candidate.mdp, environment.mdp)), None)
+
+
+def _are_same(one: MDP, other: MDP) -> bool:
+    pairs = [(getattr(one, name), getattr(other, name)) for name in ("rewards_SA", "transitions_SAS", "start_S")]
+    return all(a.shape == b.shape and np.allclose(a, b) for a, b in pairs)
 
 
 @torch.no_grad()
@@ -178,15 +179,15 @@ class _WithNoise:
 
 
 def judge_seed(arguments: PolicyGradientArguments) -> int:
-    """Of episodes that no training has seen: its environments have the seeds from --seed on."""
-    return (arguments.seed + 1_000_003) % 2**32
+    """Of episodes that no training has seen, and no judgement with another --seed."""
+    return stream_seed(arguments.seed, 1)
 
 
 def reference_scores(environment: GymEnvironment, arguments: PolicyGradientArguments) -> list[EpisodeScore]:
     """Policies that look at nothing: uniformly random, and the best constant action (continuous: none, 0)."""
     env, episodes, seed = environment.env, arguments.judge_episodes, judge_seed(arguments)
     actions = env.action_space
-    actions.seed(seed)
+    actions.seed(stream_seed(arguments.seed, 3))  # else it draws the numbers of the environment
     scores = [EpisodeScore.of("uniform random", returns(env, lambda _: actions.sample(), episodes, seed))]
     if isinstance(actions, Discrete):
         constant = [
@@ -211,8 +212,8 @@ def score_table(scores: Sequence[EpisodeScore], title: str) -> Table:
     for s in scores:
         low, high = s.mean_return - s.interval, s.mean_return + s.interval
         table.add_row(
-            s.policy, f"{s.mean_return:.1f}", f"{low:.1f} to {high:.1f}", f"{s.lowest:.1f}", f"{s.highest:.1f}",
-            str(s.episodes),
+            s.policy, number_text(s.mean_return), f"{number_text(low)} to {number_text(high)}", number_text(s.lowest),
+            number_text(s.highest), str(s.episodes),
         )  # fmt: skip
     return table
 
@@ -294,7 +295,11 @@ def compare(
     text = show(rows_table, ceiling, *published_lines(environment))
     greedy = policies.get(GREEDY, [])
     verdict = policy_verdict(greedy, [table], [score_policy(table, greedy[0], horizon)]) if greedy else ""
-    earned = {p.name: p.scores[0].return_at_horizon or p.scores[0].success_at_horizon for p in evaluated[:3]}
+    firsts = {policy.name: policy.scores[0] for policy in evaluated[:3]}
+    earned = {
+        name: score.success_at_horizon if score.return_at_horizon is None else score.return_at_horizon
+        for name, score in firsts.items()
+    }
     return PolicyComparison(text, verdict, earned, partial(save_evaluation, evaluated, [table], about))
 
 

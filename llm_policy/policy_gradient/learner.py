@@ -64,6 +64,11 @@ def spec_of(arguments: PolicyGradientArguments) -> EnvironmentSpec:
     return EnvironmentSpec(arguments.env_id, arguments.options, arguments.horizon_steps)
 
 
+def stream_seed(seed: int, stream: int) -> int:
+    """A seed of its own for each purpose: copies of an environment count on from it, and runs count their --seed."""
+    return int(np.random.SeedSequence([seed, stream]).generate_state(1)[0])
+
+
 def training_env(arguments: PolicyGradientArguments, count: int) -> VecNormalize:
     return make_vec_env(
         spec_of(arguments),
@@ -81,25 +86,27 @@ def make_learner(arguments: PolicyGradientArguments) -> Learner:
     cannot be loaded or reads less than a state.
     """
     environment = spec_of(arguments).make()
-    if arguments.use_sde and isinstance(environment.env.action_space, Discrete):
-        raise InputError(f"--use_sde true: {arguments.env_id} has discrete actions; it is for continuous ones")
+    if isinstance(environment.env.action_space, Discrete):
+        for name in ("use_sde", "log_std_init"):
+            if value := getattr(arguments, name):
+                raise InputError(
+                    f"--{name} {value}: {arguments.env_id} has discrete actions; it is for continuous ones"
+                )
     env = training_env(arguments, arguments.n_envs)
     torch.manual_seed(arguments.seed)
     reader = make_reader(arguments, environment, env) if arguments.reads_text else None
     make: type[PPO] | type[TRPO] = PPO if arguments.algorithm == "ppo" else FewPassesTRPO
-    options = arguments.algorithm_options()
-    for name in ("n_steps", "batch_size"):
-        options.setdefault(name, signature(make).parameters[name].default)
+    defaults = {name: parameter.default for name, parameter in signature(make).parameters.items()}
+    options = {name: defaults[name] for name in ("n_steps", "batch_size")} | arguments.algorithm_options()
     rollout = options["n_steps"] * arguments.n_envs
     check_rollout(rollout, options["batch_size"], arguments)
     if make is FewPassesTRPO and arguments.actor == "lora":
         options.setdefault("sub_sampling_factor", max(1, rollout // STATES_PER_GRAPH))
-    defaults = signature(make).parameters
-    rate: float | LinearSchedule = arguments.learning_rate or defaults["learning_rate"].default
+    rate: float | LinearSchedule = arguments.learning_rate or defaults["learning_rate"]
     if arguments.schedule == "linear":
         rate = LinearSchedule(rate, 0.0, 1.0)
         if make is PPO:
-            options["clip_range"] = LinearSchedule(options.get("clip_range", defaults["clip_range"].default), 0.0, 1.0)
+            options["clip_range"] = LinearSchedule(options.get("clip_range", defaults["clip_range"]), 0.0, 1.0)
     algorithm = make(
         Policy,
         env,
@@ -117,6 +124,7 @@ def make_learner(arguments: PolicyGradientArguments) -> Learner:
         device="cpu" if reader is None else reader.encoder.device,
         **options,
     )
+    env.seed(stream_seed(arguments.seed, 2))  # stable-baselines3 would give seeds 1 and 2 nearly the same copies
     return Learner(algorithm, env, environment, reader)
 
 
@@ -138,6 +146,11 @@ def check_rollout(steps: int, batch_size: int, arguments: PolicyGradientArgument
         raise InputError(
             f"--timesteps {arguments.timesteps}: one update alone takes {steps} (n_steps {steps // arguments.n_envs} x "
             f"n_envs {arguments.n_envs}); give more, or lower one of these"
+        )
+    if arguments.schedule == "linear" and arguments.timesteps < 2 * steps:
+        raise InputError(
+            f"--schedule linear with --timesteps {arguments.timesteps}: is one update of {steps} steps, and the last "
+            "one's rate is 0; give more, or --schedule constant"
         )
 
 

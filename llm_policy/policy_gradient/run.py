@@ -47,7 +47,7 @@ def train(folder: Path, arguments: PolicyGradientArguments, config: str) -> None
     set_random_seed(arguments.seed)
     progress = Progress(learner, folder, arguments, resume, stands_on=[folder / UNTRAINED_FILE])
     if progress.steps_left:
-        learner.algorithm.learn(progress.steps_left, progress, reset_num_timesteps=False)
+        learner.algorithm.learn(progress.steps_left, progress, log_interval=None, reset_num_timesteps=False)
 
     # What came of it, beside policies that look at nothing
     progress.leaves_at_once = True

@@ -14,7 +14,7 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from gymnasium.spaces import Discrete
 
 from llm_policy.environments import frozen_lake
-from llm_policy.environments.gym_env import GymEnvironment, lake_grid
+from llm_policy.environments.gym_env import GymEnvironment, lake_grid, plain_name
 from llm_policy.environments.toy_text import gym_tables
 
 StateText = Callable[[np.ndarray], str]
@@ -42,14 +42,15 @@ def text_of_states(environment: GymEnvironment) -> StateText:
 
     The vector is a discrete state's one-hot row, or an observation with normalised components.
     """
-    name = environment.env_id.rpartition("/")[2].partition("-")[0]
+    name = plain_name(environment.env_id)
     observations = environment.env.observation_space
     if isinstance(observations, Discrete):
         text_of_state: Callable[[int], str] = "state {}".format
-        tables = {env_id.partition("-")[0]: table for env_id, table in gym_tables().items()}  # whatever the version
+        tables = gym_tables()
+        any_version = {plain_name(env_id): table for env_id, table in tables.items()}
         if isinstance(environment.env.unwrapped, FrozenLakeEnv):
             text_of_state = partial(frozen_lake.state_text, lake_grid(environment.env))
-        elif table := tables.get(name):
+        elif table := tables.get(environment.env_id) or any_version.get(name):
             text_of_state = table().state_text
         texts = [text_of_state(state) for state in range(int(observations.n))]
         return lambda one_hot: texts[int(np.argmax(one_hot))]

@@ -16,6 +16,7 @@ from llm_policy.environments.mdp import optimal_policy, optimal_return, policy_r
 from llm_policy.errors import InputError
 from llm_policy.policy_search.parameters import Parameters, SearchProblem
 from llm_policy.policy_search.search import Step, seed_of
+from llm_policy.tables import number_text
 
 # arXiv 2511.21928, GPT-4o, 400 iterations x 20 episodes, mean (standard deviation) of 10 runs; not run here.
 PUBLISHED = {
@@ -187,13 +188,6 @@ def comparison_table(rows: Sequence[Row], environment: GymEnvironment, title: st
         episodes = "" if row.episodes is None else str(row.episodes)
         table.add_row(row.policy, *values, number_text(row.search_mean), episodes)
     return table
-
-
-def number_text(value: float | None, standard_error: float | None = None) -> str:
-    if value is None:
-        return ""
-    shown = f"{value:.4f}" if abs(value) < 10 else f"{value:.1f}"
-    return shown if standard_error is None else f"{shown} +- {standard_error:.2g}"
 
 
 def ceiling_text(environment: GymEnvironment) -> list[str]:

@@ -108,11 +108,14 @@ def make_proposer(
         return RecordedProposer(settings.answers)
     tokens_per_value = TOKENS_PER_INTEGER if space.is_tabular else TOKENS_PER_DECIMAL
     answer_tokens = TOKENS_AROUND + tokens_per_value * space.count + (TOKENS_OF_REASON if search.ask_reason else 0)
+    is_free = settings.proposer == "endpoint" or not settings.constrained  # and asked again with all of a failed answer
+    most = max(answer_tokens, ENDPOINT_COMPLETION_TOKENS) if settings.proposer == "endpoint" else answer_tokens
+    limit = settings.max_completion_tokens or most
     longest_answer = f"parameters: {space.text((space.lowest,) * space.count)}\nreason: {'because ' * 20}"
+    longest_answer = longest_answer.ljust(CHARACTERS_PER_TOKEN * limit, "x") if is_free else longest_answer
     prompt = longest_prompt(space, search, optimum, description, longest_answer)
     if settings.proposer == "endpoint":
         assert settings.model_name is not None
-        limit = settings.max_completion_tokens or max(answer_tokens, ENDPOINT_COMPLETION_TOKENS)
         characters = sum(len(message["content"]) for message in prompt)
         _check_context(problem, -(-characters // CHARACTERS_PER_TOKEN), limit, settings.context_tokens)
         return EndpointProposer(
@@ -124,7 +127,6 @@ def make_proposer(
             settings.endpoint_retries,
             settings.endpoint_timeout_seconds,
         )
-    limit = settings.max_completion_tokens or answer_tokens
     tokenizer = load_tokenizer(settings.model_name_or_path)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model: Any = load_model(settings.model_name_or_path, dtype=settings.dtype, device=device)
@@ -147,8 +149,8 @@ def _check_context(problem: SearchProblem, prompt_tokens: int, answer_tokens: in
         raise InputError(
             f"--env_id {problem.environment.env_id}: {problem.space.count} parameters per policy make prompts of up to "
             f"{prompt_tokens} tokens; with {answer_tokens} for the answer that exceeds the model's context of "
-            f"{context_tokens}: take --history best_and_recent with a smaller --history_best and --history_recent, or "
-            "another model"
+            f"{context_tokens}: take --history best_and_recent with a smaller --history_best and --history_recent, a "
+            "smaller --max_completion_tokens, or another model"
         )
 
 

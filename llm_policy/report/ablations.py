@@ -62,6 +62,7 @@ def _change(command: list[str], shared: Mapping[str, list[str]]) -> str:
         shared: the options of the unchanged command.
     """
     words = ["--expert", command[command.index("--expert") + 1]] if "--expert" in command else []
+    words += [word for word in command if word.startswith("--expert=")]
     for name, given in _options(command).items():
         if name not in SAME_IN_ABLATIONS and shared.get(name) != given:
             words += [name, *given]

@@ -59,4 +59,5 @@ def listed(texts: Sequence[str], of: str = "") -> str:
     are_numbers = (text for text in texts if values[text].replace(".", "").lstrip("-").isdigit())
     numbers = sorted(are_numbers, key=lambda text: float(values[text]))
     others = [text for text in dict.fromkeys(texts) if text not in numbers]
-    return ", ".join([f"{numbers[0]} to {numbers[-1]}" if numbers else "", *others]).strip(", ") + of
+    span = "" if not numbers else numbers[0] if numbers[0] == numbers[-1] else f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join([span, *others]).strip(", ") + of

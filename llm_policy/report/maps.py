@@ -45,7 +45,7 @@ def maps_section(results: Mapping[str, list[dict]]) -> str:
     rows = []
     for name, seeds in results.items():
         trained = [seed["policies"][TRAINED] for seed in seeds]
-        states = each(trained, lambda row: f"{row['optimal_states']:.1f}")
+        states = each(trained, lambda row: f"{row['optimal_states']:.1f}", f" of {trained[0]['acting_states']:.1f}")
         rows.append(
             [
                 link_to(name, seeds),
@@ -53,7 +53,7 @@ def maps_section(results: Mapping[str, list[dict]]) -> str:
                 values(trained, "percent_of_optimal", 1),
                 *(_percent_of_optimal(seeds, policy) for policy in others),
                 f"{np.mean([row['optimal_success'] for row in trained]):.4f}",
-                f"{states} of {trained[0]['acting_states']:.1f}",
+                states,
                 _right_by_action(seeds),
                 _first_wrong_steps(seeds),
                 each(seeds, last_step),
@@ -100,7 +100,7 @@ def thoughts_section(results: Mapping[str, list[dict]]) -> str:
 def _true_thoughts(seeds: Sequence[dict], policy: str) -> str:
     """Empty where the thought looks at nothing."""
     shares = [seed["thoughts"][policy]["true_thoughts"] for seed in seeds if policy in seed["thoughts"]]
-    return each(shares, lambda share: f"{100 * share:.1f} %")
+    return each(shares, lambda share: f"{100 * share:.1f}", " %") if shares else ""
 
 
 def _followed(seeds: Sequence[dict]) -> tuple[str, str]:
@@ -108,7 +108,9 @@ def _followed(seeds: Sequence[dict]) -> tuple[str, str]:
     found = [seed["thoughts"][TRAINED]["behind_false_thoughts"] for seed in seeds if TRAINED in seed["thoughts"]]
     kinds = ("thought", "prompt", "neither")
     shares = [" / ".join(f"{100 * followed[kind]:.0f}" for kind in kinds) for followed in found]
-    return each(found, lambda followed: f"{100 * followed['changed']:.0f} %"), listed(shares, " %") if shares else ""
+    if not found:
+        return "", ""
+    return each(found, lambda followed: f"{100 * followed['changed']:.0f}", " %"), listed(shares, " %")
 
 
 def _percent_of_optimal(seeds: Sequence[dict], beginning: str) -> str:
@@ -150,14 +152,15 @@ def _right_by_action(seeds: Sequence[dict]) -> str:
 
 def _first_wrong_steps(seeds: Sequence[dict]) -> str:
     """How many maps are lost, by what the first step that is not optimal leads into. On ice that is not slippery."""
-    lost = Counter()
+    lost, maps = Counter(), 0
     for seed in seeds:
         judged = _judged_maps(seed)
         if judged is None or seed["is_slippery"]:  # with slip a policy takes no single way
             return ""
+        maps += len(judged)
         reasons = (_reason_of_loss(grid, chosen) for grid, chosen in judged)
         lost.update(reason for reason in reasons if reason)
-    return ", ".join(f"{kind} {count}" for kind, count in lost.most_common())
+    return ", ".join(f"{kind} {count}" for kind, count in lost.most_common()) + f" of {maps}" * bool(lost)
 
 
 def _reason_of_loss(grid: Grid, chosen: str) -> str | None:

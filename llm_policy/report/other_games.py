@@ -70,7 +70,7 @@ def other_games_section(games: Mapping[str, list[dict]]) -> str:
                     len(found),
                     values(found, "return_at_horizon", 1),
                     values(found, "percent_of_optimal", 1),
-                    each(found, lambda row: f"{row['optimal_states']:.0f}") + f" of {found[0]['acting_states']:.0f}",
+                    each(found, lambda row: f"{row['optimal_states']:.0f}", f" of {found[0]['acting_states']:.0f}"),
                     each(seeds, lambda seed: f"{seed['minutes']:.0f}") if is_result else "",
                     made_by(seeds),
                 ]

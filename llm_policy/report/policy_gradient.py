@@ -148,8 +148,8 @@ def _played_in(seed: dict) -> tuple:
 
 def _where(seed: dict) -> str:
     options = f" {json.dumps(seed['env_options'])}" if seed["env_options"] else ""
-    what = f"success in {seed['horizon_steps']} steps" if seed["score"] == "success_at_horizon" else "return"
-    return f"{seed['env_id']}{options}: {what}"
+    what = "success" if seed["score"] == "success_at_horizon" else "return"
+    return f"{seed['env_id']}{options}: {what} in {seed['horizon_steps']} steps"
 
 
 def write_episode_curves() -> None:

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,7 +42,7 @@ PARSE, NO_FUNCTION, TIMEOUT, OUT_OF_MEMORY, RUNTIME, BAD_OUTPUT, CRASHED = ERROR
     "parse", "no_function", "timeout", "memory", "runtime", "bad_output", "crashed",
 )  # fmt: skip
 UNREADABLE = (TypeError, ValueError, OverflowError, RecursionError)  # a set of pictures, say, which no host can build
-FENCE = re.compile(r"```[a-zA-Z]*\n?")
+FENCE = re.compile(r"`{3,}[ \t]*[a-zA-Z]*\n?")
 DEFINITION = re.compile(r"^[ \t]*def ", re.MULTILINE)
 FUNCTIONS = (Path(__file__).parent / "functions.py").read_text()
 
@@ -118,7 +119,8 @@ class Sandbox:
 def _drawn(session, code: str, given: Grid) -> Outcome:
     printed = monty.CollectString(max_bytes=PRINTED)
     session.feed_run(FUNCTIONS)
-    session.feed_run(code, print_callback=printed)
+    with suppress(*UNREADABLE):  # of its last value, which nobody asks for
+        session.feed_run(code, print_callback=printed)
     try:
         is_there = session.feed_run(f"type({NAME}) is type(lambda: 0)", print_callback=printed) is True
     except monty.MontyError:

@@ -4,6 +4,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from llm_policy.errors import InputError
@@ -93,6 +94,32 @@ def read_picture(file: Path) -> Grid:
     if problem := grid_problem(rows):
         raise InputError(f"{file}: {problem}; expected lines of digits, 1 to {LONGEST_SIDE} of them, all of one length")
     return rows
+
+
+def plain_program(wanted: Grid) -> str:
+    """Draws a picture with one `draw_rectangle` for each rectangle of one color: seldom the shortest program.
+
+    >>> print(plain_program([[1, 1, 0], [1, 1, 2]]), end="")
+    def task(img):
+        draw_rectangle(img, (0, 0), (1, 1), 1)
+        draw_rectangle(img, (1, 2), (1, 2), 2)
+        return img
+    """
+    left = [list(row) for row in wanted]
+    height, width = len(left), len(left[0])
+    calls = []
+    for column, row in product(range(width), range(height)):
+        if not (color := left[row][column]):
+            continue
+        bottom, right = row, column
+        while bottom + 1 < height and left[bottom + 1][column] == color:
+            bottom += 1
+        while right + 1 < width and all(left[y][right + 1] == color for y in range(row, bottom + 1)):
+            right += 1
+        for y in range(row, bottom + 1):
+            left[y][column : right + 1] = [0] * (right + 1 - column)
+        calls.append(f"draw_rectangle(img, {(row, column)}, {(bottom, right)}, {color})")
+    return "\n    ".join(["def task(img):", *calls, "return img"]) + "\n"
 
 
 # Random drawings ----------------------------------------------------------------------------------------------------

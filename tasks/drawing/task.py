@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig
 
 from llm_policy import processes
-from llm_policy.chat import Messages, Reader, fit_to_template
+from llm_policy.chat import Messages, Reader, fit_to_template, reply_token_ids
 from llm_policy.completions import completion_text
 from llm_policy.errors import InputError
 from llm_policy.grpo.lifecycle import steps_per_batch
@@ -24,9 +24,11 @@ from tasks import Task
 from tasks.drawing.judge import PERFECT, DrawingJudge, Score, read_found, scored, together
 from tasks.drawing.programs import cleaned
 from tasks.drawing.sandbox import ERRORS, Grid, Outcome, Sandbox, code_of, grid_problem
-from tasks.drawing.targets import NAMES, Target, empty, random_program, read_target
+from tasks.drawing.targets import NAMES, Target, empty, plain_program, random_program, read_target
 from tasks.drawing.words import messages, reply
-from tasks.linter import Finding, prompt_tokens
+from tasks.linter import Finding, cut_replies, prompt_tokens
+
+LINTED_DRAWINGS = 32  # of those that the warm start may teach
 
 DEFAULT_TARGET = "5-vertical-lines"
 LESSONS = 1_000_000
@@ -184,6 +186,14 @@ def make_task(arguments: Arguments, training, tokenizer: PreTrainedTokenizerBase
 
     def findings(context_tokens: int) -> list[Finding]:
         found = prompt_tokens([prompt], tokenizer, context_tokens, training.max_completion_length)
+        taught = [text for _, replies in drawings[:LINTED_DRAWINGS] for text in replies]
+        found += cut_replies(taught, tokenizer, training.max_completion_length)
+        tokens = len(reply_token_ids(reply(plain_program(target.wanted)), tokenizer))
+        if tokens > training.max_completion_length:
+            words = f"a program that draws it rectangle by rectangle has {tokens} tokens, and completions are cut at "
+            found.append(
+                Finding("long program", f"{words}{training.max_completion_length}; raise --max_completion_length")
+            )
         return [replace(finding, source=target.name) for finding in found]
 
     return Task(

@@ -5,6 +5,7 @@ import io
 import json
 import random
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,9 @@ LETTERS = "ABCDEFGH"
 FEWEST_OPTIONS, MOST_OPTIONS = 2, len(LETTERS)
 FILE_ENDINGS = (".jsonl", ".csv")
 ARTICLES = ("a", "an", "the")
-LETTER_IN_FRONT = re.compile(rf"\W*([{LETTERS}])(?:\W*|\s*[:.)]\s*(.+))", re.IGNORECASE | re.DOTALL)
+LETTER_IN_FRONT = re.compile(  # "B: robin", "B - robin", "(B) robin", "B\nrobin", but not "B robin" or "A.M."
+    rf"\W*([{LETTERS}])(?:\W*|\s*(?:[^\w\s'’.-]|[.](?=\s)|\s[-–—]\s|\n)\W*(.+))", re.IGNORECASE | re.DOTALL
+)
 TOO_MANY = "fields without a name"  # of a CSV's record
 
 
@@ -34,12 +37,18 @@ def normalised(text: str) -> str:
     >>> normalised("The Maps."), normalised("a piano"), normalised("A"), normalised("-3.5")
     ('map', 'piano', 'a', 'minus 3.5')
     """
-    signed = re.sub(r"(?<![\w)])[-−](?=\.?\d)", " minus ", re.sub(r"['’]", "", text.casefold()))
+    composed = unicodedata.normalize("NFC", text.casefold())
+    signed = re.sub(r"(?<![\w)])[-−](?=\.?\d)", " minus ", re.sub(r"['’]", "", composed))
     signed = re.sub(r"(?<![\w.])\.(?=\d)", "0.", signed)
-    words = re.sub(r"[^\w\s.]|_|(?<!\d)\.|\.(?!\d)", " ", signed).split()
+    words = re.sub(r"(?<!\d)\.|\.(?!\d)", " ", "".join(c if _is_told(c) else " " for c in signed)).split()
     if len(words) > 1 and words[0] in ARTICLES:
         words = words[1:]
     return " ".join(map(_singular, words))
+
+
+def _is_told(character: str) -> bool:
+    """Letters, digits, points, and marks, which stand for vowels in other scripts."""
+    return character.isalnum() or character == "." or unicodedata.category(character)[0] == "M"
 
 
 def matches(answer: str | None, answers: Iterable[str]) -> bool:
@@ -92,12 +101,15 @@ class Question:
         """Which option an answer names, by its letter, its words, or both as they are shown; None for anything else.
 
         >>> question = Question("Which bird sings?", ("B", "robin"), ("fly", "robin"), by_letter=True)
-        >>> [question.chosen(answer) for answer in ("b.", "a robin", "B: robin", "A: robin", "C")]
-        [1, 1, 1, None, None]
+        >>> [question.chosen(answer) for answer in ("b.", "a robin", "B: robin", "A: robin", "A - robin", "C")]
+        [1, 1, 1, None, None, None]
         """
         if answer is None:
             return None
         letter, words = None, answer
+        spelled = [asked(option) for option in self.options]
+        if len(said := asked(answer)) > 1 and spelled.count(said) == 1:  # "E. coli" is no E
+            return spelled.index(said)
         if self.by_letter and (shown := LETTER_IN_FRONT.fullmatch(answer.strip())):
             letter, words = LETTERS.index(shown[1].upper()), shown[2]
             if not words:
@@ -259,21 +271,28 @@ def text_of(record: Fields, column: str) -> str:
     value = record[column]
     if not isinstance(value, str) or not value.strip():
         raise InputError(f"column {column}: {value!r}, expected a text")
-    return value.strip()
+    return whole_characters(value.strip(), column)
+
+
+def whole_characters(text: str, column: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"column {column}: {text!r:.60}, holds half a character") from error
+    return text
 
 
 def held_out(questions: Sequence[Question], share: float, seed: int) -> tuple[list[Question], list[Question]]:
-    """(to train on, to judge on): no free answer is on both sides."""
+    """(to train on, to judge on): no question, and no free answer, is on both sides."""
     groups: dict[int, list[Question]] = {}
     group_of: dict[str, int] = {}
     for number, question in enumerate(questions):
-        keys = () if question.by_letter else {normalised(answer) for answer in question.answers}
         merged = [question]
-        for old in {group_of[key] for key in keys if key in group_of}:
+        for old in sorted({group_of[key] for key in keys_of(question) if key in group_of}):
             merged = groups.pop(old) + merged
         groups[number] = merged
         for member in merged:
-            group_of |= {normalised(answer): number for answer in member.answers}
+            group_of |= dict.fromkeys(keys_of(member), number)
     shuffled = list(groups.values())
     random.Random(seed).shuffle(shuffled)
     judged: list[Question] = []
@@ -285,4 +304,22 @@ def held_out(questions: Sequence[Question], share: float, seed: int) -> tuple[li
             f"--test_share {share:g}: leaves {len(trained)} questions to train on and {len(judged)} to judge on; "
             "expected some of both"
         )
+    if len(judged) > 1 + share * len(questions) and max(map(len, groups.values())) > share * len(questions):
+        print(
+            f"--test_share {share:g}: {len(judged)} of {len(questions)} are held out, because those with one answer "
+            "stay together",
+            flush=True,
+        )
     return trained, judged
+
+
+def keys_of(question: Question) -> set[str]:
+    """What a question may have in common with no other one on the other side: a free answer; lettered, its text."""
+    if question.by_letter:
+        return {asked(question.text)}
+    return {normalised(answer) for answer in question.answers}
+
+
+def asked(text: str) -> str:
+    """A question as it is compared: no case, single blanks."""
+    return " ".join(text.casefold().split())
