@@ -89,9 +89,8 @@ def make_learner(arguments: PolicyGradientArguments) -> Learner:
     if isinstance(environment.env.action_space, Discrete):
         for name in ("use_sde", "log_std_init"):
             if value := getattr(arguments, name):
-                raise InputError(
-                    f"--{name} {value}: {arguments.env_id} has discrete actions; it is for continuous ones"
-                )
+                given = f"--{name} {str(value).lower()}"
+                raise InputError(f"{given}: {arguments.env_id} has discrete actions; it is for continuous ones")
     env = training_env(arguments, arguments.n_envs)
     torch.manual_seed(arguments.seed)
     reader = make_reader(arguments, environment, env) if arguments.reads_text else None
