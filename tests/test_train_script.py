@@ -519,6 +519,16 @@ def test_many_maps_judged_on_those_held_out(taught, tmp_path, capsys):
     assert again["policies"][-1]["success_probability"] == pytest.approx(before["success_probability"])
 
 
+def test_the_untrained_model_need_not_be_judged(answering_llama, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(small_run(answering_llama, out, "--judge_untrained", "false", "--max_steps", 1)) == 0
+    assert "judging the untrained model" not in capsys.readouterr().out
+    assert not (out / "untrained.json").exists()
+    names = {policy["policy"] for policy in json.loads((out / "evaluation.json").read_text())["policies"]}
+    assert "trained, greedy" in names
+    assert "untrained, greedy" not in names
+
+
 def test_a_leak_of_test_maps_is_an_error(taught, tmp_path, monkeypatch, capsys):
     lakes = write_expert_csv(ExpertOptions(random_maps=5, rows="states", output=str(tmp_path / "lakes.csv")))
 

@@ -86,7 +86,7 @@ def beginning(
     model: PreTrainedModel, lora: LoraConfig, folders: Sequence[Path], task, reader: Reader, script: WarmStartArguments,
     seed: int, output_dir: Path, stop: StopOnSignal, has_begun: bool, taught_from: str,
 ) -> Beginning:  # fmt: skip
-    """Judge the untrained model, teach the form of an answer, and judge what that comes to alone.
+    """Judge the untrained model if asked to, teach the form of an answer, and judge what that comes to alone.
 
     Args:
         folders: adapters that are in `model` already.
@@ -95,7 +95,7 @@ def beginning(
     """
     answers = {}
     stop.at_once = True
-    if not processes.in_pieces():
+    if script.judge_untrained and not processes.in_pieces():
         answers["untrained, greedy"] = kept_answers("untrained", model, task.judge, output_dir / UNTRAINED_FILE)
     stop.at_once = False
 
