@@ -23,7 +23,7 @@ from trl import ModelConfig
 
 from llm_policy import adapters, run_files
 from llm_policy.chat import Reader
-from llm_policy.checkpoints import checkpoint_to_resume_from, remove_older, show_finished
+from llm_policy.checkpoints import checkpoint_to_resume_from, keep_newest, show_finished
 from llm_policy.command_line import parse_arguments
 from llm_policy.errors import InputError, check_alone, check_choices, disk_errors, run_script
 from llm_policy.grpo import lifecycle, stages
@@ -195,7 +195,7 @@ def replay(
         log.write(learner.epoch, script.epochs, metrics, words)
         checkpoint = folder / f"checkpoint-{learner.epoch}"
         learner.save(checkpoint, stands_on, log.seconds)
-        remove_older(checkpoint)
+        keep_newest(checkpoint.parent, 1)
         stop.leave_if_received(f"checkpoint of epoch {learner.epoch} written; {lifecycle.RESUME} resumes from it")
 
 

@@ -142,13 +142,6 @@ def _unmark(folder: Path) -> None:
         (folder / COMPLETE_MARK).replace(folder / BEGUN_MARK)
 
 
-def remove_older(checkpoint: Path) -> None:
-    """Delete the checkpoints before this one, and nobody's copies under another name."""
-    for steps, path in _numbered(checkpoint.parent).items():
-        if steps < int(checkpoint.name.removeprefix("checkpoint-")):
-            shutil.rmtree(path)
-
-
 def keep_newest(output_dir: Path, most: int) -> None:
     """Delete whole checkpoints but the `most` with the most steps, and nobody's copies under another name."""
     marked = _marked(output_dir)

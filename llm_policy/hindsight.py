@@ -81,6 +81,7 @@ class HindsightLearner:
         self.seen: set[str] = set()
         self.epoch = self.generations = 0
         self.best = 0.0  # reward so far
+        self.packed: bool | None = None  # whether replies may share a row, once asked
         self._merged: MergedCopy | None = None
 
     def sample(self) -> list[str]:
@@ -125,10 +126,13 @@ class HindsightLearner:
         losses = []
         try:
             first_two = [(a.prompt, a.reply) for a in lessons if a.prompt][:2]
-            packed = not first_two or packs(self.model, self.reader, first_two)
+            if self.packed is None and first_two:
+                self.packed = packs(self.model, self.reader, first_two)
             for first in range(0, len(lessons), self.settings.batch_size):
                 batch = lessons[first : first + self.settings.batch_size]
-                loss = reply_loss(self.model, self.reader, [(a.prompt, a.reply) for a in batch if a.prompt], packed)
+                loss = reply_loss(
+                    self.model, self.reader, [(a.prompt, a.reply) for a in batch if a.prompt], bool(self.packed)
+                )
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
                 self.optimizer.step()

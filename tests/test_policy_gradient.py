@@ -363,6 +363,10 @@ def test_runs_with_neighbouring_seeds_share_no_start(model):
     assert not starts[0] & starts[1]
 
 
+def test_a_linear_schedule_of_two_updates_learns_in_the_first(model):
+    make_learner(arguments_of(model, "--actor", "mlp", "--schedule", "linear", "--timesteps", "96"))
+
+
 def test_an_interval_of_few_episodes_is_wide():
     """Student's t of four degrees of freedom is 2.776, where a normal distribution has 1.96."""
     score = judge.EpisodeScore.of("a", [1.0, 2.0, 3.0, 4.0, 5.0])
@@ -729,8 +733,8 @@ def test_a_run_stands_beside_others(model, tmp_path, capfd):
         (["--log_std_init", "-2"], r"--log_std_init -2.0: CartPole-v1 has discrete actions; it is for continuous ones"),
         (["--sde_sample_freq", "4"], r"--sde_sample_freq 4: is for --use_sde true"),
         (
-            ["--schedule", "linear", "--timesteps", "96"],
-            r"--schedule linear with --timesteps 96: is one update of 64 steps, and the last one's rate is 0",
+            ["--schedule", "linear", "--timesteps", "64"],
+            r"--schedule linear with --timesteps 64: is one update, and the last one's rate is 0; give more",
         ),
         (["--batch_size", "1"], r"--batch_size 1: expected at least 2, because advantages are normalised"),
         (["--n_steps", "1", "--n_envs", "1", "--batch_size", "1"], r"an update has 1 step; expected at least 2"),

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from llm_policy.environments.gym_env import make_gym_environment
+from llm_policy.environments.gym_env import make_gym_environment, seed_of
 from llm_policy.errors import InputError
 from llm_policy.policy_search.answer_log import AnswerLog, read_log
 from llm_policy.policy_search.parameters import PolicySpace, search_problem
@@ -21,7 +21,6 @@ from llm_policy.policy_search.search import (
     longest_prompt,
     prompt_of,
     search,
-    seed_of,
 )
 
 LAKE = search_problem("FrozenLake-v1")

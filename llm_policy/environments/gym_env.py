@@ -9,6 +9,7 @@ import json
 import math
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -120,6 +121,15 @@ def _has_table(env: gymnasium.Env) -> bool:
     is_fickle = getattr(env, "fickle_passenger", False)  # changes Taxi's goal on the way, which its table does not say
     is_table = isinstance(table, Mapping) and len(table) <= MOST_STATES
     return is_table and hasattr(env, "initial_state_distrib") and not is_fickle
+
+
+def seed_of(seed: int, purpose: str, iteration: int = 0, attempt: int = 0) -> int:
+    """One seed per purpose or random decision, however near the runs' seeds are to each other.
+
+    A resumed run skips some of the decisions and makes the others as before.
+    """
+    entropy = [seed, zlib.crc32(purpose.encode()), iteration + 2**31, attempt]
+    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
 def plain_name(env_id: str) -> str:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from llm_policy.environments.expert_q import learn_q
 from llm_policy.environments.frozen_lake import FrozenLake, shortest_path_policy
-from llm_policy.environments.gym_env import steps
+from llm_policy.environments.gym_env import seed_of, steps
 from llm_policy.environments.mdp import AGREEMENT_GAMMA, OPTIMAL_PERCENT, greedy_policy, optimal_policy
 from llm_policy.environments.pictures import policy_figure
 from llm_policy.environments.policy_table import (
@@ -209,7 +209,7 @@ def simulated_successes(
     environment: TableEnvironment, policy_SA: np.ndarray, horizon_steps: int | None, episodes: int, seed: int
 ) -> int:
     """Successes in `episodes` episodes of the Gymnasium environment itself, sampling actions from the table."""
-    generator = np.random.default_rng([seed, 1])  # the environment draws its own numbers from `seed`
+    generator = np.random.default_rng(seed_of(seed, "actions"))  # the environment draws its own numbers from `seed`
     cumulative_SA = policy_SA.cumsum(axis=1)
 
     def act(state: int) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 from llm_policy.environments.mdp import (
     AGREEMENT_GAMMA,
     PROBABILITY_ROUNDING,
+    greedy_policy,
     optimal_actions,
     optimal_q,
     optimal_return,
@@ -141,8 +142,7 @@ def constant_policy(states: int, action: int, actions: int) -> np.ndarray:
 
 def expert_policy(environment: TableEnvironment) -> np.ndarray:
     """The greedy policy of the exact Q-values under the discount `AGREEMENT_GAMMA`: what an expert's CSV shows."""
-    best_SA = best_actions(environment)
-    return np.eye(best_SA.shape[1])[best_SA.argmax(axis=1)]
+    return greedy_policy(best_actions(environment))
 
 
 def action_letters(policy_SA: np.ndarray, actions: Sequence[str]) -> str:

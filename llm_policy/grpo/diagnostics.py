@@ -15,13 +15,14 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import ExportableState
 
 from llm_policy import processes
+from llm_policy.grpo.expected import REWARD_ROUNDING
 from llm_policy.hardware import give_memory_back
 from llm_policy.run_files import cut_back
 
 BATCH_CONDITIONS = ("best", "mean")  # of a batch's rewards is the largest that there is
 STOP_CONDITIONS = ("optimal", "collapsed", "either", *BATCH_CONDITIONS, "never")
 COLLAPSE_STEPS = 5  # so many further steps without a single group that has variance
-OPTIMAL_LINE, ROUNDING = "reward/optimal policy", 1e-6  # of `reward_lines`: all that there is to earn
+OPTIMAL_LINE = "reward/optimal policy"  # of `reward_lines`: all that there is to earn
 DEAD_ENTROPY = 0.05  # nats: below it one action has more than 99 % of the probability
 SETTLED_PERCENT = 98.0  # of the optimum: what the policy that samples must reach before a run stops there
 STEADY_EVALUATIONS = 2  # so many in a row at the optimum: a state that is right by a hair is wrong after rounding
@@ -112,7 +113,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
             # The objective `expected` has a gradient in unanimous groups, too, as long as more than one action lives.
             is_dead = np.mean(entropies or 0.0) < DEAD_ENTROPY
             # Nor is it dead where it earns all that the expert gives, though his best may be no optimum
-            is_dead &= not rewards or np.mean(rewards) < self.reward_lines.get(OPTIMAL_LINE, np.inf) - ROUNDING
+            is_dead &= not rewards or np.mean(rewards) < self.reward_lines.get(OPTIMAL_LINE, np.inf) - REWARD_ROUNDING
             if min(unanimous_shares) < 1.0 or not is_dead:
                 self.unanimous_since = None
             elif self.unanimous_since is None:

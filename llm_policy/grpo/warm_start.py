@@ -28,6 +28,7 @@ from llm_policy.errors import InputError
 from llm_policy.grpo.arguments import ScriptArguments
 from llm_policy.grpo.packing import may_share_prefix, pack_groups, packed_log_probabilities
 from llm_policy.hardware import give_memory_back
+from llm_policy.sampling import evaluating
 
 Lesson = tuple[Messages, Sequence[str]]
 """A prompt and well-formed replies to it that differ in their answer alone."""
@@ -324,17 +325,13 @@ def packs(model: PeftModel, reader: Reader, batch: Sequence[tuple[Messages, str]
 
     Layers that mix neighbouring tokens (LFM2) see other branches of the tree, and some architectures take no such mask.
     """
-    was_training = model.training
-    model.eval()  # under LoRA's dropout no two passes agree
-    try:
+    with evaluating(model):  # under LoRA's dropout no two passes agree
         plain, reason = reply_loss(model, reader, batch, packed=False), ""
         try:
             difference = abs(reply_loss(model, reader, batch) - plain).item()
             reason = f"their losses differ by {difference:.2g}" if difference > SAME_LOSS else ""
         except (ValueError, RuntimeError, TypeError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
-    finally:
-        model.train(was_training)
     if reason and processes.is_main():
         print(f"replies are taught in rows of their own, which is slower: packed, {reason}", flush=True)
     return not reason

@@ -19,7 +19,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 
 from llm_policy.command_line import parse_arguments
 from llm_policy.environments.frozen_lake import FrozenLake, grid_text
-from llm_policy.environments.gym_env import GymEnvironment, lake_grid, plain_name, returns
+from llm_policy.environments.gym_env import GymEnvironment, lake_grid, plain_name, returns, seed_of
 from llm_policy.environments.gym_table import GymTable
 from llm_policy.environments.judge import (
     evaluate_policies,
@@ -39,7 +39,6 @@ from llm_policy.policy_gradient.learner import (
     Learner,
     load_policy,
     make_learner,
-    stream_seed,
     training_env,
 )
 from llm_policy.processes import progress
@@ -180,14 +179,14 @@ class _WithNoise:
 
 def judge_seed(arguments: PolicyGradientArguments) -> int:
     """Of episodes that no training has seen, and no judgement with another --seed."""
-    return stream_seed(arguments.seed, 1)
+    return seed_of(arguments.seed, "judge")
 
 
 def reference_scores(environment: GymEnvironment, arguments: PolicyGradientArguments) -> list[EpisodeScore]:
     """Policies that look at nothing: uniformly random, and the best constant action (continuous: none, 0)."""
     env, episodes, seed = environment.env, arguments.judge_episodes, judge_seed(arguments)
     actions = env.action_space
-    actions.seed(stream_seed(arguments.seed, 3))  # else it draws the numbers of the environment
+    actions.seed(seed_of(arguments.seed, "actions"))  # else it draws the numbers of the environment
     scores = [EpisodeScore.of("uniform random", returns(env, lambda _: actions.sample(), episodes, seed))]
     if isinstance(actions, Discrete):
         constant = [

@@ -21,7 +21,7 @@ from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import VecNormalize
 from transformers import AutoModelForCausalLM
 
-from llm_policy.environments.gym_env import GymEnvironment
+from llm_policy.environments.gym_env import GymEnvironment, seed_of
 from llm_policy.errors import InputError
 from llm_policy.hardware import cuda_random_states, restore_cuda_random_states
 from llm_policy.models import context_tokens, load_model, load_tokenizer
@@ -62,11 +62,6 @@ class Learner:
 
 def spec_of(arguments: PolicyGradientArguments) -> EnvironmentSpec:
     return EnvironmentSpec(arguments.env_id, arguments.options, arguments.horizon_steps)
-
-
-def stream_seed(seed: int, stream: int) -> int:
-    """A seed of its own for each purpose: copies of an environment count on from it, and runs count their --seed."""
-    return int(np.random.SeedSequence([seed, stream]).generate_state(1)[0])
 
 
 def training_env(arguments: PolicyGradientArguments, count: int) -> VecNormalize:
@@ -123,7 +118,7 @@ def make_learner(arguments: PolicyGradientArguments) -> Learner:
         device="cpu" if reader is None else reader.encoder.device,
         **options,
     )
-    env.seed(stream_seed(arguments.seed, 2))  # stable-baselines3 would give seeds 1 and 2 nearly the same copies
+    env.seed(seed_of(arguments.seed, "environments"))  # copies count on from it: --seed 1 and 2 would share them
     return Learner(algorithm, env, environment, reader)
 
 
@@ -146,10 +141,10 @@ def check_rollout(steps: int, batch_size: int, arguments: PolicyGradientArgument
             f"--timesteps {arguments.timesteps}: one update alone takes {steps} (n_steps {steps // arguments.n_envs} x "
             f"n_envs {arguments.n_envs}); give more, or lower one of these"
         )
-    if arguments.schedule == "linear" and arguments.timesteps < 2 * steps:
+    if arguments.schedule == "linear" and arguments.timesteps == steps:
         raise InputError(
-            f"--schedule linear with --timesteps {arguments.timesteps}: is one update of {steps} steps, and the last "
-            "one's rate is 0; give more, or --schedule constant"
+            f"--schedule linear with --timesteps {steps}: is one update, and the last one's rate is 0; give more, or "
+            "--schedule constant"
         )
 
 

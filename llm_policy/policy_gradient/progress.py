@@ -12,7 +12,7 @@ import torch
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger, TensorBoardOutputFormat
 
-from llm_policy.checkpoints import remove_older, supersede, written_whole
+from llm_policy.checkpoints import keep_newest, supersede, written_whole
 from llm_policy.errors import EXIT_INTERRUPTED, InputError
 from llm_policy.models import not_finite
 from llm_policy.policy_gradient.arguments import LINES, SAVES, PolicyGradientArguments
@@ -225,7 +225,7 @@ class Progress(BaseCallback):
         }
         with written_whole(folder, stands_on=self.stands_on):
             torch.save(training_state(self.learner, extra), folder / STATE_FILE)
-        remove_older(folder)
+        keep_newest(folder.parent, 1)
         self.saved_at = self.num_timesteps
 
 

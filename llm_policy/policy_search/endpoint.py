@@ -9,8 +9,9 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
+from llm_policy.environments.gym_env import seed_of
 from llm_policy.errors import InputError, library_errors
-from llm_policy.policy_search.search import Answer, Request, seed_of
+from llm_policy.policy_search.search import Answer, Request
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 KEPT = "; the history is kept and the same command resumes"

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 from rich.table import Table
 
-from llm_policy.environments.gym_env import GymEnvironment, returns
+from llm_policy.environments.gym_env import GymEnvironment, returns, seed_of
 from llm_policy.environments.mdp import optimal_policy, optimal_return, policy_return
 from llm_policy.errors import InputError
 from llm_policy.policy_search.parameters import Parameters, SearchProblem
-from llm_policy.policy_search.search import Step, seed_of
+from llm_policy.policy_search.search import Step
 from llm_policy.tables import number_text
 
 # arXiv 2511.21928, GPT-4o, 400 iterations x 20 episodes, mean (standard deviation) of 10 runs; not run here.

@@ -13,13 +13,14 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llm_policy.chat import Messages, fit_to_template, prompt_token_ids, sampling_config
+from llm_policy.environments.gym_env import seed_of
 from llm_policy.errors import InputError, check_choices
 from llm_policy.models import DTYPES, EMBEDDED_MODEL, context_tokens, load_model, load_tokenizer
 from llm_policy.policy_search.answer_log import CUT, read_log
 from llm_policy.policy_search.endpoint import EndpointProposer
 from llm_policy.policy_search.parameters import Parameters, PolicySpace, SearchProblem
 from llm_policy.policy_search.prompts import ANSWER_PREFIX
-from llm_policy.policy_search.search import Answer, Proposer, Request, SearchSettings, longest_prompt, seed_of
+from llm_policy.policy_search.search import Answer, Proposer, Request, SearchSettings, longest_prompt
 from llm_policy.run_files import ROOT
 from llm_policy.sampling import sample_completions
 

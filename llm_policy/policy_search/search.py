@@ -14,7 +14,6 @@ Source: arXiv 2511.21928. Departures, each an option. configs/props_frozen_lake.
 Iterations count from 1. The warm-up policies are iterations 0, -1, ... before them.
 """
 
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,7 +21,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from llm_policy.chat import Messages
-from llm_policy.environments.gym_env import GymEnvironment
+from llm_policy.environments.gym_env import GymEnvironment, seed_of
 from llm_policy.environments.mdp import optimal_return
 from llm_policy.errors import InputError, check_choices
 from llm_policy.policy_search.answer_log import CUT, AnswerLog
@@ -79,12 +78,6 @@ def told_optimum(environment: GymEnvironment, settings: SearchSettings) -> float
     if environment.mdp is None:
         raise InputError(f"--optimum_hint exact: {environment.env_id} has no transition table; take none or a number")
     return float(optimal_return(environment.mdp, environment.horizon_steps))
-
-
-def seed_of(seed: int, purpose: str, iteration: int = 0, attempt: int = 0) -> int:
-    """One seed per random decision. A resumed run skips some of them and makes the others as before."""
-    entropy = [seed, zlib.crc32(purpose.encode()), iteration + 2**31, attempt]
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
 
 
 # History ---------------------------------------------------------------------------------------------------------
