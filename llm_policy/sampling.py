@@ -27,6 +27,7 @@ NOT_SAMPLING = {
     "disable_compile", "transformers_version",
 }  # fmt: skip
 LOGITS_PER_PASS = 2**28  # at most so many at the same time (0.5 GB in bfloat16)
+GUESSED_PER_PASS = 64  # of a row: what stands behind a wrong guess, or behind the end of a shorter row, is for nothing
 
 
 @torch.no_grad()
@@ -189,9 +190,9 @@ def _sample_along(
     rows = [list(range(first, first + group)) for first in range(0, len(completions), group)]
     cache = PromptCache(prompts, mask_PL[:, :-1].bool(), positions_PL[:, :-1], config.max_new_tokens)
     last_C, positions_C = ids_PL[:, -1], positions_PL[:, -1]
-    reach = config.max_new_tokens  # guessed tokens in a pass
+    reach = GUESSED_PER_PASS  # guessed tokens in a pass
     while rows:
-        reach = min(reach, LOGITS_PER_PASS // (len(rows) * vocabulary))
+        reach = min(reach, GUESSED_PER_PASS, LOGITS_PER_PASS // (len(rows) * vocabulary))
         ahead = []
         for first, *_ in rows:
             done = len(completions[first])

@@ -30,8 +30,15 @@ CASES = {
     "group of one": ([LONG], ANSWERS[:1], [], 1),
     # completions of 9, 1 and 5 tokens behind one prompt (gemma3's window of 16 ends within it)
     "ragged completions": ([LONG] * 3, ANSWERS[:3], [], 1),
-    # prompts of 30, 7 and 1 tokens: rows are padded; the single token leaves segment 0 empty
-    "ragged prompts": ([LONG, SHORT, SINGLE], ANSWERS[:3], [], 3),
+    # prompts of 30, 7 and 1 tokens: the two short ones share a row
+    "ragged prompts": ([LONG, SHORT, SINGLE], ANSWERS[:3], [], 2),
+    # behind 30 tokens that all begin with, trees of 20, 11, 9, 8 and 5 tokens
+    "trees that share a row": (
+        [LONG + token_ids(length, seed=50 + i) for i, length in enumerate((12, 8, 6, 5, 5))],
+        [*ANSWERS, ANSWERS[1]],
+        [Branch(2, 4, (12, 13)), Branch(3, 1, (14, 15)), Branch(4, 0, (12,))],
+        3,
+    ),
     # equal prompts that do not stand next to each other share a row, and the order of the scores stays
     "scattered groups": ([LONG, SHORT, LONG, SHORT], ANSWERS, [], 2),
     # 30 tokens that all begin with, 12 more, 7 more and none: they stand before three rows as a cache

@@ -344,10 +344,11 @@ def test_right_guesses_take_one_pass_and_bad_ones_hardly_more_than_none():
     assert shapes == [(4, 8), (4, 4)]
 
 
-def test_a_guess_is_no_longer_than_memory_allows(monkeypatch):
+@pytest.mark.parametrize("limit", ["LOGITS_PER_PASS", "GUESSED_PER_PASS"])
+def test_a_guess_is_no_longer_than_one_pass_allows(monkeypatch, limit):
     model, config = random_policy("llama"), generation(**GREEDY)
     alone = [generated_alone(model, prompt, config) for prompt in PROMPTS]
-    monkeypatch.setattr(sampling, "LOGITS_PER_PASS", 3 * 4 * model.config.vocab_size)
+    monkeypatch.setattr(sampling, limit, 3 * (4 * model.config.vocab_size if limit == "LOGITS_PER_PASS" else 1))
     shapes = model_passes(model)
     assert sample_completions(model, PROMPTS, config, guesses=alone) == alone
     assert shapes == [(4, 4), (4, 4)]

@@ -158,15 +158,19 @@ def test_the_passes_of_a_step_add_up_to_one(prompts_per_pass, monkeypatch):
         torch.testing.assert_close(found[name], expected[name], rtol=1e-2, atol=2e-3)
 
 
-def test_replies_of_unequal_lengths_weigh_as_their_tokens_do(monkeypatch):
+def test_replies_of_unequal_lengths_weigh_as_their_tokens_do(batches, monkeypatch):
     uneven = [
         (prompt, [f"{'so ' * 7 * (i % 3)}{reply}" for reply in replies]) for i, (prompt, replies) in enumerate(LESSONS)
     ]
     monkeypatch.setattr(sys.modules[__name__], "LESSONS", uneven)
     expected_report, _ = taught(max_steps=1, prompts_per_step=5)
     monkeypatch.setattr(warm_start, "REPLIES_PER_PASS", len(ACTIONS))
+    batches.clear()
     report, _ = taught(max_steps=1, prompts_per_step=5)
     assert report["loss"] == pytest.approx(expected_report["loss"], rel=1e-4)
+    lengths = [len(completions[0]) for _, completions in batches[1:]]
+    assert lengths == sorted(lengths)  # those of a pass are alike, whatever was drawn
+    assert lengths[0] < lengths[-1]
 
 
 def test_the_base_stays_and_the_fused_head_is_removed():

@@ -1,9 +1,9 @@
-"""All completions of one prompt in one row, a tree of tokens: what they have in common is computed once.
+"""All completions of one prompt are a tree of tokens: what they have in common is computed once.
 
 Axes: P rows, L places in a row, K places of the shared prefix, Q prompts that stand before rows, J places of those,
 M = K + J + L keys, N scored tokens, U different ones.
 
-Two tokens of a row are one where all before them is equal, too: a prompt stands once before all its completions, and
+Two tokens are one where all before them is equal, too: a prompt stands once before all its completions, and
 completions that begin alike (after the warm start they all do) part where they differ. A token sees itself and what
 leads to it, and predicts whatever comes next in each completion that runs through it:
 
@@ -15,9 +15,10 @@ leads to it, and predicts whatever comes next in each completion that runs throu
     predicts        a  b  c  f
                     e     d
 
-The last token of a completion predicts nothing and is not there. What all prompts begin with (chat template, rules of
-the game) is computed once for all rows and stands before them as a key-value cache, through which the gradient flows:
-of 116 prompt tokens of the 4x4 lake 88 are the same everywhere.
+The last token of a completion predicts nothing and is not there. Rows are as long as the longest tree, and short trees
+share one, so that little of it is padding. What all prompts begin with (chat template, rules of the game) is computed
+once for all rows and stands before them as a key-value cache, through which the gradient flows: of 116 prompt tokens of
+the 4x4 lake 88 are the same everywhere.
 
 In a row every token is compared with every other, and many long completions have little in common. Where that costs
 more than it saves, each completion has a row of its own, and its prompt stands before it as a cache, too (`Prompts`).
@@ -125,6 +126,7 @@ def pack_groups(
     paths += [(b.completion, completions[b.completion][: b.start], b.token_ids) for b in branches]
     paths = [path for path in paths if path[2]]
     trees = _Rows.grown([(tuple(prompts[i]), prompts[i][shared:], kept, tokens) for i, kept, tokens in paths])
+    trees.join()
     alone = _Rows.grown([((i, *prompts[i]), prompts[i][-1:], kept, tokens) for i, kept, tokens in paths])
     before = list(dict.fromkeys(tuple(prompts[i]) for i, _, _ in paths))  # prompts in order of arrival
     rests = [prompt[shared:-1] for prompt in before]
@@ -151,7 +153,7 @@ def pack_groups(
         firsts_P1 = firsts_P1 + lengths_P[:, None]
     positions_PL = depths_PL + firsts_P1
     tokens_N = [token for _, _, tokens in paths for token in tokens]
-    pairs = list(zip(rows.predictors(tokens_PL.size(1)), tokens_N, strict=True))
+    pairs = list(zip(rows.predictors(), tokens_N, strict=True))
     different = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
     return PackedGroups(
         prefix_ids_K=torch.tensor(prompts[0][:shared], dtype=torch.long, device=device),
@@ -227,7 +229,7 @@ class _Rows:
         for key, trunk, before, tokens in paths:
             tree = rows.trees.get(key)
             if tree is None:  # the trunk, a prompt of a thousand tokens maybe, is walked once
-                tree = rows.trees[key] = _TokenTree(len(rows.trees))
+                tree = rows.trees[key] = _TokenTree(row=len(rows.trees))
                 tree.trunk = tree.add(trunk)
             nodes = tree.add([*before, *(tokens if whole else tokens[:-1])])
             rows.scored.append((tree, [*tree.trunk[-1:], *nodes][-len(tokens) :]))
@@ -237,25 +239,52 @@ class _Rows:
     def length(self) -> int:
         return max(len(tree.tokens) for tree in self.trees.values())
 
+    @property
+    def count(self) -> int:
+        return 1 + max(tree.row for tree in self.trees.values())
+
+    def join(self) -> None:
+        """Let short trees share a row: the longest first, each into the first row that has room for it."""
+        length = self.length
+        filled: list[int] = []  # places taken of each row
+        for tree in sorted(self.trees.values(), key=lambda tree: -len(tree.tokens)):
+            size = len(tree.tokens)
+            tree.row = next((row for row, end in enumerate(filled) if end + size <= length), len(filled))
+            if tree.row == len(filled):
+                filled.append(0)
+            tree.first = filled[tree.row]
+            filled[tree.row] += size
+
     def cost(self, before: int, pairs_per_token: float) -> float:
         """Of the padded rows behind so many tokens, whose keys are copied to each row, in tokens."""
         pairs = self.length * (before + self.length) + before * PAIRS_PER_COPIED_KEY
-        return len(self.trees) * (self.length + pairs / pairs_per_token)
+        return self.count * (self.length + pairs / pairs_per_token)
 
     def padded(self, pad_token_id: int, device) -> tuple[torch.Tensor, ...]:
-        """Tokens, depths, numbers in a walk, and the number behind all that follows each token; (P, L) each."""
-        arrays = zip(*(tree.padded(self.length, pad_token_id) for tree in self.trees.values()), strict=True)
-        return tuple(torch.from_numpy(np.stack(array)).to(device) for array in arrays)
+        """Tokens, depths, numbers in a walk, and the number behind all that follows each token; (P, L) each.
 
-    def predictors(self, length: int) -> list[int]:
-        return [tree.number * length + node for tree, nodes in self.scored for node in nodes]
+        Padding is seen by itself.
+        """
+        numbers_PL = np.tile(np.arange(self.length), (self.count, 1))
+        tokens_PL, depths_PL, ends_PL = np.full_like(numbers_PL, pad_token_id), numbers_PL.copy(), numbers_PL + 1
+        for tree in self.trees.values():
+            here = tree.row, slice(tree.first, tree.first + len(tree.tokens))
+            tokens_PL[here], depths_PL[here] = tree.tokens, tree.depths
+            numbers, ends = tree.walk()
+            numbers_PL[here], ends_PL[here] = numbers + tree.first, ends + tree.first
+        return tuple(torch.from_numpy(array).to(device) for array in (tokens_PL, depths_PL, numbers_PL, ends_PL))
+
+    def predictors(self) -> list[int]:
+        """Places in the flattened rows."""
+        length = self.length
+        return [tree.row * length + tree.first + node for tree, nodes in self.scored for node in nodes]
 
 
 class _TokenTree:
-    """One packed row while it grows: tokens in order of arrival, each behind the one that it follows."""
+    """Tokens in order of arrival, each behind the one that it follows, from place `first` of a row on."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, row: int) -> None:
+        self.row, self.first = row, 0
         self.tokens: list[int] = []
         self.depths: list[int] = []
         self.followed: list[int] = []  # index of the token before; -1 at the beginning
@@ -275,30 +304,19 @@ class _TokenTree:
             before = here
         return path
 
-    def padded(self, length: int, pad_token_id: int) -> tuple[np.ndarray, ...]:
-        """Tokens, depths, numbers in a walk, and the number behind all that follows each token; (L,) each.
-
-        Padding comes last and is seen by itself.
-        """
+    def walk(self) -> tuple[np.ndarray, np.ndarray]:
+        """Each token's number in a walk, and the number behind all that follows it."""
         count = len(self.tokens)
-        tokens_L = np.full(length, pad_token_id)
-        depths_L = np.arange(length)
-        numbers_L = np.arange(length)
-        sizes_L = np.ones(length, dtype=np.int64)  # a token and all that follows it
-        tokens_L[:count], depths_L[:count] = self.tokens, self.depths
-        for here in range(count - 1, -1, -1):
-            if self.followed[here] >= 0:
-                sizes_L[self.followed[here]] += sizes_L[here]
-        free = 0  # the next number at the beginning, and behind each token
-        free_L = numbers_L.copy()
-        for here, before in enumerate(self.followed):
-            numbers_L[here] = free if before < 0 else free_L[before]
-            free_L[here] = numbers_L[here] + 1
-            if before < 0:
-                free += sizes_L[here]
-            else:
-                free_L[before] += sizes_L[here]
-        return tokens_L, depths_L, numbers_L, numbers_L + sizes_L
+        numbers = np.zeros(count, dtype=np.int64)
+        sizes = np.ones(count, dtype=np.int64)  # a token and all that follows it
+        for here in range(count - 1, 0, -1):
+            sizes[self.followed[here]] += sizes[here]
+        free = numbers + 1  # the next number behind each token
+        for here, before in enumerate(self.followed[1:], start=1):
+            numbers[here] = free[before]
+            free[here] = numbers[here] + 1
+            free[before] += sizes[here]
+        return numbers, numbers + sizes
 
 
 Mask = torch.Tensor | BlockMask

@@ -203,7 +203,8 @@ def teach_format(
                 group["lr"] = learning_rate * min(1.0, 2 * (1 - (step - 1) / max_steps))
             order = torch.randperm(len(lessons), generator=generator)[:prompts_per_step].tolist()
             loss = torch.zeros((), device=device)
-            chosen = [lessons[i] for i in order]
+            # Those of a pass are alike in length, or much of it would be padding
+            chosen = sorted((lessons[i] for i in order), key=lambda lesson: len(lesson[1][0]))
             tokens = [sum(len(reply_token_ids(reply, reader.tokenizer)) for reply in replies) for _, replies in chosen]
             chunks = range(0, len(order), prompts_per_pass)
             for first in chunks[processes.own_share(len(chunks))]:
