@@ -939,6 +939,18 @@ def test_the_most_that_a_value_can_be_stands_behind_it():
     assert listed(["1,024", "900", "50,176", "2,048", "3,072", "4,096"]) == "900 to 50,176"
 
 
+def test_thoughts_stand_by_their_tokens_beside_what_the_prompt_says(results, monkeypatch):
+    pictures = {}
+    monkeypatch.setattr(maps, "write_curves", lambda *_: None)
+    monkeypatch.setattr(maps, "curves_figure", lambda points, *_: points)
+    monkeypatch.setattr(files, "save_picture", lambda points, name: pictures.update({name: points}))
+    for name, is_slippery in (("dry_maps", False), ("observation_cells", False), ("thought_search", False)):
+        write_seed(results / f"maps_never_seen/{name}/seed-1", 0.5, is_slippery)
+    maps.write_map_curves(lakes.training_results())
+    point = [([39.0], [50.0])]
+    assert pictures == {"thought_tokens_dry": {"observation_cells (1 seed)": point, "thought_search (1 seed)": point}}
+
+
 def test_curves_of_maps_stand_by_their_ice(results, monkeypatch):
     pictures = {}
     monkeypatch.setattr(maps, "write_curves", lambda found, name, title, *_: pictures.update({name: [title, *found]}))

@@ -12,8 +12,9 @@ import numpy as np
 
 from llm_policy.environments.frozen_lake import ACTIONS, Grid, acting_states, grid_of, lake_mdp, leads_to_goal
 from llm_policy.environments.mdp import AGREEMENT_GAMMA, optimal_actions, optimal_q
+from llm_policy.plots import curves_figure
 from llm_policy.report import files
-from llm_policy.report.cells import each, link_to, listed, markdown, values
+from llm_policy.report.cells import each, link_to, listed, markdown, values, with_seeds
 from llm_policy.report.dates import date_and_commit, made, made_by
 from llm_policy.report.lakes import last_step, of_studies, write_curves
 from llm_policy.report.studies import MAPS, TRAINED, WARM_START
@@ -75,12 +76,11 @@ def thoughts_section(results: Mapping[str, list[dict]]) -> str:
     rows = []
     for name, seeds in results.items():
         trained = [seed["policies"][TRAINED] for seed in seeds]
-        lengths = [line["completions/mean_length"] for seed in seeds for line in seed["metrics"]]
         rows.append(
             [
                 link_to(name, seeds),
                 f"{seeds[0]['thought']}, {'slippery' if seeds[0]['is_slippery'] else 'not slippery'}",
-                f"{np.mean(lengths):.0f}",
+                f"{np.mean([_tokens(seed) for seed in seeds]):.0f}",
                 values(trained, "percent_of_optimal", 1),
                 _percent_of_optimal(seeds, WARM_START),
                 _percent_of_optimal(seeds, "untrained"),
@@ -95,6 +95,11 @@ def thoughts_section(results: Mapping[str, list[dict]]) -> str:
             ]
         )
     return markdown(headers, rows)
+
+
+def _tokens(seed: dict) -> float:
+    """Of a completion, the mean of all steps."""
+    return float(np.mean([line["completions/mean_length"] for line in seed["metrics"]]))
 
 
 def _true_thoughts(seeds: Sequence[dict], policy: str) -> str:
@@ -204,8 +209,22 @@ def probe_section(file: Path) -> str:
 
 def write_map_curves(results: Mapping[str, list[dict]]) -> None:
     found = of_maps(results)
-    maps = found["maps"] | found["thoughts"]
-    for is_slippery, name in ((False, "random_maps_dry"), (True, "random_maps_slippery")):
-        on_maps = {name: seeds for name, seeds in maps.items() if seeds[0]["is_slippery"] == is_slippery}
+    for is_slippery, ice in ((False, "dry"), (True, "slippery")):
         title = f"Maps never seen in training, {'slippery' if is_slippery else 'not slippery'}"
-        write_curves(on_maps, name, title, "percent_of_optimal", "percent of the optimum")
+        maps, observations, thoughts = (
+            {name: seeds for name, seeds in found[kind].items() if seeds[0]["is_slippery"] == is_slippery}
+            for kind in ("maps", "observations", "thoughts")
+        )
+        write_curves(maps | thoughts, f"random_maps_{ice}", title, "percent_of_optimal", "percent of the optimum")
+        if thoughts:
+            write_tokens_picture(observations | thoughts, f"thought_tokens_{ice}", title)
+
+
+def write_tokens_picture(results: Mapping[str, list[dict]], name: str, title: str) -> None:
+    """What a trained policy reaches, against how much it writes: a point per seed."""
+    points = {
+        with_seeds(label, seeds): [([_tokens(s)], [s["policies"][TRAINED]["percent_of_optimal"]]) for s in seeds]
+        for label, seeds in results.items()
+    }
+    x_label = "tokens of a completion, mean of all steps"
+    files.save_picture(curves_figure(points, {"optimal": 100.0}, x_label, "percent of the optimum", title), name)
