@@ -33,6 +33,7 @@ from llm_policy.environments.judge import BASELINES, THOUGHTS_FILE, is_baseline
 from llm_policy.errors import InputError, check_alone, packages_of, run_script
 from llm_policy.grpo.stages import WARM_START_FOLDER
 from llm_policy.hardware import take_granted_threads
+from llm_policy.interruption import RESUME
 from llm_policy.models import context_tokens, load_model, load_tokenizer
 from llm_policy.number_format import faster_format
 from llm_policy.policy_gradient.arguments import EXTRA
@@ -40,7 +41,6 @@ from llm_policy.run_files import (
     CONFIG_FILE,
     EVALUATION_FILE,
     PICTURE_FILE,
-    TABLE_FILE,
     check_output_dir,
     only_process_in,
     run_settings,
@@ -52,7 +52,7 @@ OVERRIDES = ("map", "is_slippery", "observation", "thought", "horizon_steps", "t
 # Each read by some of the tasks, whose JUDGE_OPTIONS name it
 CHOICES = (*OVERRIDES, "episodes", "max_completion_length")
 OF_LANGUAGE_MODELS = ("observation", "thought", "max_completion_length", "dtype")
-OWN_FILES = (EVALUATION_FILE, PICTURE_FILE, THOUGHTS_FILE, TABLE_FILE)
+OWN_FILES = (EVALUATION_FILE, PICTURE_FILE, THOUGHTS_FILE)
 # What all runs of one table must have in common, and the task that has it (None: all)
 SHARED = {"task": None, "maps": "frozen_lake", "is_slippery": "frozen_lake", "target": "drawing", "wanted": "drawing"}
 # What decides on which questions a run of riddles or PIQA is judged
@@ -198,7 +198,7 @@ def model_answers(name: str, settings: dict, arguments: EvaluationArguments, sha
     if not is_run and ((folder / WARM_START_FOLDER).is_dir() or run_settings(folder).get("on_adapter")):
         raise InputError(f"--policies {name}: trained on top of an adapter; judge the run's folder, {folder}")
     if is_run and not (Path(name) / "adapter_config.json").exists():
-        raise InputError(f"--policies {name}: is not finished; --resume_from_checkpoint auto goes on with it")
+        raise InputError(f"--policies {name}: is not finished; {RESUME} goes on with it")
     print(f"loading and judging {name}", flush=True)
     tokenizer = load_tokenizer(name)
     tokens = arguments.max_completion_length or settings.get("max_completion_length", 64)

@@ -30,6 +30,7 @@ from llm_policy.grpo import lifecycle, stages
 from llm_policy.grpo.arguments import WarmStartArguments
 from llm_policy.hardware import device_text, take_granted_threads
 from llm_policy.hindsight import HindsightLearner, HindsightLog, HindsightSettings
+from llm_policy.interruption import RESUME
 from llm_policy.models import context_tokens, load_tokenizer
 from llm_policy.number_format import number_format
 from llm_policy.tables import counted
@@ -92,7 +93,7 @@ def read_options(argv: Sequence[str] | None) -> Options:
     return Options(*parsed, path, note)
 
 
-@disk_errors(f"free space, then {lifecycle.RESUME}")
+@disk_errors(f"free space, then {RESUME}")
 def main(argv: Sequence[str] | None = None) -> int:
     options = read_options(argv)
     check_alone()
@@ -127,7 +128,7 @@ def train(options: Options) -> int:
     check_prompt(task, context_tokens(model))
     reader = Reader(tokenizer, script.max_completion_length)
     made_from = stages.made_from(task, options.model)
-    stop.leave_if_received(f"before the first epoch: {lifecycle.RESUME} begins again")
+    stop.leave_if_received(f"before the first epoch: {RESUME} begins again")
     run_files.check_made_from(folder, made_from)
     write_run_files(options, task, made_from, on_adapter=bool(folders))
 
@@ -142,7 +143,7 @@ def train(options: Options) -> int:
     model = adapters.fresh(begun.model, lora)
     model.eval()
     prompt = task.rows[0]["prompt"]
-    learner = HindsightLearner(model, reader, prompt, task.attempts, script)
+    learner = HindsightLearner(model, reader, prompt, script)
     replay(learner, task, script, folder, resume, stop, stages.stands_on(script, script.seed, folder))
 
     # What was saved, judged beside the baselines
@@ -181,7 +182,7 @@ def replay(
 
     while learner.epoch < script.epochs and not is_solved():
         before = learner.generations
-        attempts = learner.attempts(learner.sample(), before)
+        attempts = task.attempts(learner.sample(), before)
         learner.epoch += 1
         best = max(attempt.reward for attempt in attempts)
         learner.best = max(learner.best, best)
@@ -196,7 +197,7 @@ def replay(
         checkpoint = folder / f"checkpoint-{learner.epoch}"
         learner.save(checkpoint, stands_on, log.seconds)
         keep_newest(checkpoint.parent, 1)
-        stop.leave_if_received(f"checkpoint of epoch {learner.epoch} written; {lifecycle.RESUME} resumes from it")
+        stop.leave_if_received(f"checkpoint of epoch {learner.epoch} written; {RESUME} resumes from it")
 
 
 def device_of_this_machine() -> torch.device:
@@ -215,7 +216,7 @@ def write_run_files(options: Options, task: Task, made_from: dict[str, str], on_
     settings = stages.judge_settings(TASK, task.judge, options.model, length, on_adapter, made_from) | learner
     device = device_text(on_gpu=device_of_this_machine().type == "cuda")
     run_files.write_run_files(
-        options.output_dir, options.groups, options.config, options.script.seed, settings, device, lifecycle.RESUME
+        options.output_dir, options.groups, options.config, options.script.seed, settings, device, RESUME
     )
 
 

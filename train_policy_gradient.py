@@ -22,13 +22,14 @@ from pathlib import Path
 from llm_policy import run_files
 from llm_policy.checkpoints import show_finished
 from llm_policy.errors import check_alone, disk_errors, packages_of, run_script
+from llm_policy.interruption import RESUME
 from llm_policy.policy_gradient.arguments import EXTRA, read_arguments
 
 # What may differ when a run is resumed: where things are, and how often it says and saves something
 FREE_TO_CHANGE = {"output_dir", "resume_from_checkpoint", "logging_steps", "save_steps"}
 
 
-@disk_errors("free space, then --resume_from_checkpoint auto")
+@disk_errors(f"free space, then {RESUME}")
 def main(argv: Sequence[str] | None = None) -> int:
     arguments, config = read_arguments(sys.argv[1:] if argv is None else list(argv), __doc__)
     check_alone()

@@ -38,6 +38,7 @@ from llm_policy.grpo.diagnostics import MetricsFile, PolicyDiagnostics
 from llm_policy.grpo.expected import SUPERVISED
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.hardware import device_text, take_granted_threads
+from llm_policy.interruption import RESUME
 from llm_policy.models import context_tokens, load_tokenizer
 from llm_policy.number_format import number_format
 from tasks import Judge, Task, task_module
@@ -95,8 +96,8 @@ def read_options(argv: Sequence[str] | None) -> Options:
     return Options(*parsed, path, note)
 
 
-@processes.one_of_several(f"{lifecycle.RESUME} resumes from the last checkpoint")
-@disk_errors(f"free space, then {lifecycle.RESUME}")
+@processes.one_of_several(f"{RESUME} resumes from the last checkpoint")
+@disk_errors(f"free space, then {RESUME}")
 def main(argv: Sequence[str] | None = None) -> int:
     options = read_options(argv)
     script, training, output_dir = options.script, options.training, options.output_dir
@@ -182,7 +183,7 @@ def train(options: Options) -> int:
     processes.check_agreement(made_from)
 
     # From here on the run has files
-    stop.leave_if_received(f"before the first step: {lifecycle.RESUME} begins again")
+    stop.leave_if_received(f"before the first step: {RESUME} begins again")
     if processes.is_main():
         run_files.check_made_from(output_dir, made_from)
         if resume and training.resume_from_checkpoint != "auto":
@@ -219,7 +220,7 @@ def train(options: Options) -> int:
         lifecycle.train_or_restore(trainer, diagnostics, metrics, resume)
     steps, is_saved = trainer.state.global_step, lifecycle.last_step_is_saved(trainer)
     if is_saved:
-        stop.leave_if_received(f"checkpoint of step {steps} written; {lifecycle.RESUME} resumes from it")
+        stop.leave_if_received(f"checkpoint of step {steps} written; {RESUME} resumes from it")
 
     # What was saved, judged beside the baselines
     stop.at_once = is_saved
@@ -282,7 +283,7 @@ def write_run_files(options: Options, judge: Judge, on_adapter: bool, made_from:
         training.seed,
         settings,
         device,
-        lifecycle.RESUME,
+        RESUME,
         processes.count(),
     )
 

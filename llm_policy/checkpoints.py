@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from transformers.trainer import TRAINER_STATE_NAME
 
 from llm_policy.errors import WRITE_ERRORS, InputError, writing
+from llm_policy.interruption import RESUME
 from llm_policy.run_files import EVALUATION_FILE, JUDGE_AGAIN, finished_text, write_whole
 
 COMPLETE_MARK = "COMPLETE"  # the list
@@ -36,7 +37,7 @@ def written_whole(folder: Path, stands_on: Iterable[Path] = ()) -> Iterator[None
     _unmark(folder)
     marked = _marked(folder.parent)
     survivor = f"{marked[max(marked)].name} survives" if marked else "there is no earlier one"
-    with writing(folder, f"{survivor}. Free disk space, then --resume_from_checkpoint auto"):
+    with writing(folder, f"{survivor}. Free disk space, then {RESUME}"):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / BEGUN_MARK).touch()

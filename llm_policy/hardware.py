@@ -1,4 +1,4 @@
-"""The processor: its name, without which seconds mean little, its threads, and the memory that is free."""
+"""The processor: its name, without which seconds mean little, and its threads; memory that goes back to it."""
 
 import ctypes
 import os

@@ -8,7 +8,7 @@ solved.
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,21 +61,10 @@ class HindsightSettings:
 
 
 class HindsightLearner:
-    """A model, what it has seen itself do, and the optimiser that teaches it that.
+    """A model, what it has seen itself do, and the optimiser that teaches it that."""
 
-    Args:
-        attempts: replies to `prompt`, and how many there were before -> what came of each.
-    """
-
-    def __init__(
-        self,
-        model: PeftModel,
-        reader: Reader,
-        prompt: Messages,
-        attempts: Callable[[Sequence[str], int], list[Attempt]],
-        settings: HindsightSettings,
-    ) -> None:
-        self.model, self.reader, self.prompt, self.attempts, self.settings = model, reader, prompt, attempts, settings
+    def __init__(self, model: PeftModel, reader: Reader, prompt: Messages, settings: HindsightSettings) -> None:
+        self.model, self.reader, self.prompt, self.settings = model, reader, prompt, settings
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=settings.learning_rate, weight_decay=0.0)
         self.seen: set[str] = set()

@@ -35,6 +35,7 @@ from torch.distributed.run import determine_local_world_size, parse_args, run
 
 from llm_policy.errors import EXIT_INPUT_ERROR, EXIT_INTERRUPTED, InputError, ended_by, run_script
 from llm_policy.hardware import granted_threads
+from llm_policy.interruption import RESUME
 
 MEET_WITHIN_SECONDS = 110
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:
             print(
-                f"error: process {rank} {ended_by(-failure.exitcode)}; --resume_from_checkpoint auto resumes the run",
+                f"error: process {rank} {ended_by(-failure.exitcode)}; {RESUME} resumes the run",
                 file=sys.stderr,
             )
             return 128 - failure.exitcode

@@ -1,4 +1,6 @@
-"""Curves over time, as a matplotlib figure; the caller saves it. Policies are in environments/pictures.py."""
+"""Curves, bars and grids of digits as matplotlib figures; the caller saves them. For policies see
+environments/pictures.py.
+"""
 
 import textwrap
 from collections.abc import Mapping, Sequence

@@ -22,6 +22,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from llm_policy.errors import InputError, writing
+from llm_policy.interruption import RESUME
 from llm_policy.reading import read_text, read_yaml
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG_FILE, RUN_FILE, METRICS_FILE = "resolved_config.yaml", "run.json", "metrics.jsonl"
-EVALUATION_FILE, RESULT_FILE, TABLE_FILE = "evaluation.json", "result.txt", "evaluation.md"
+EVALUATION_FILE, RESULT_FILE = "evaluation.json", "result.txt"
 PICTURE_FILE = "policy.png"
 OUR_FOLDERS = re.compile(r"checkpoint-\d+|grpo|warm_start|runs")
 OUR_SUFFIXES = {".json", ".jsonl", ".txt", ".md", ".png", ".yaml", ".safetensors", ".jinja", ".partial"}
@@ -125,7 +126,7 @@ def check_output_dir(output_dir: Path, resumes: bool, own: Collection[str] = ())
         raise InputError(f"--output_dir {output_dir}: is a file; name a folder")
     names = {path.name for path in output_dir.iterdir()}
     if not resumes and (CONFIG_FILE in names or any(output_dir.glob("checkpoint-*"))):
-        resume = "" if own else ", delete it, or resume it with --resume_from_checkpoint auto"
+        resume = "" if own else f", delete it, or resume it with {RESUME}"
         raise InputError(f"--output_dir {output_dir}: holds a run; choose another folder{resume}")
     strange = names - {*(own if EVALUATION_FILE in names else ()), *HANDED_OVER, ".lock"}
     others = sorted(name for name in strange if not name.endswith(".partial"))  # what a killed process was writing

@@ -84,7 +84,8 @@ class Task:
         judge_between: the same on less, for the evaluations between steps; None: `judge`.
         is_reply: whether a completion to a prompt is of the kind that the warm start teaches: well-formed, and its
             answer means something.
-        actions: the legal answers, if they are few. With `action_rewards` they make --objective expected possible.
+        actions: the legal answers, if they are few. With `action_rewards` they make other objectives than grpo
+            possible.
         action_rewards: (rows, reward weights) -> (rows, actions): what a well-formed completion earns with each action.
         lessons: what the warm start teaches: prompts, each with replies that differ in their answer alone. It teaches
             form and no label. Without them there is no warm start.

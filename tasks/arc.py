@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from llm_policy.chat import Reader, fit_to_template
 from llm_policy.completions import parse_completion
 from llm_policy.errors import InputError, writing
-from llm_policy.run_files import EVALUATION_FILE, TABLE_FILE, commit, write_whole
+from llm_policy.run_files import EVALUATION_FILE, commit, write_whole
 from llm_policy.tables import show
 from tasks import Comparison
 from tasks.questions.data import (
@@ -259,13 +259,11 @@ class ArcJudge:
         text = show(table, "± is one standard error. Regimes ask in different ways: compare within one only.")
 
         def save(folder: Path) -> None:
-            lines = ["| " + " | ".join(row) + " |" for row in (columns, ["---"] * len(columns), *rows)]
             made = {"date": date.today().isoformat(), "commit": commit()}
             baselines = {"random option": chance, f"always {letter}": most / count}
             content = {"task": "arc", **made, **self.settings, "baselines": baselines, "policies": answers_of}
             with writing(f"--output_dir {folder}", "make room, or name another folder"):
                 folder.mkdir(parents=True, exist_ok=True)
-                write_whole(folder / TABLE_FILE, "\n".join(lines) + "\n")
                 write_whole(folder / EVALUATION_FILE, json.dumps(content, indent=1) + "\n")
 
         return Comparison(text, save)

@@ -5,7 +5,7 @@ from functools import partial
 
 from llm_policy.chat import Messages
 from llm_policy.environments.toy_text import CliffWalking
-from prompts import THOUGHTS, named_cells, named_position, position, think_search, thought_text
+from prompts import THOUGHTS, map_rows, named_cells, named_position, position, think_search, thought_text
 from tasks.tabular import ComputedExpertArguments, Words, single_environment_judge, single_environment_task
 
 SYSTEM_PROMPT = (
@@ -17,26 +17,8 @@ SYSTEM_PROMPT = (
 AS_LAKE, AS_CLIFF = str.maketrans({".": "F", "C": "H"}), {"hole": "cliff", "ice": "ground"}
 
 
-# Parts of an observation: (environment, state) -> text ------------------------------------------------------------
-
-
-def place(cliff: CliffWalking, state: int) -> str:
-    return position(cliff.grid, state)
-
-
-def map_rows(cliff: CliffWalking, state: int) -> str:
-    return cliff.state_text(state).replace("|", "\n")
-
-
-def cell(cliff: CliffWalking, state: int) -> str:
-    return named_position(cliff.grid, state)
-
-
-def cells(cliff: CliffWalking, state: int) -> str:
-    return named_cells(cliff.grid, state)
-
-
-OBSERVATIONS = {"coordinates": (place, map_rows), "cells": (cell, cells)}
+# Parts of an observation, (grid, state) -> text: the lake's
+OBSERVATIONS = {"coordinates": (position, map_rows), "cells": (named_position, named_cells)}
 
 
 @dataclass
@@ -55,7 +37,7 @@ class Arguments(ComputedExpertArguments):
 
 def messages(cliff: CliffWalking, state: int, observation: str) -> Messages:
     """The prompt of one state: where the agent stands, and the map."""
-    user = "\n".join(part(cliff, state) for part in OBSERVATIONS[observation])
+    user = "\n".join(part(cliff.grid, state) for part in OBSERVATIONS[observation])
     return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": user}]
 
 

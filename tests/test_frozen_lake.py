@@ -152,8 +152,8 @@ def test_random_grids():
     assert sorted(random_grids(3, 2)) == [("SF", "FG"), ("SF", "HG"), ("SH", "FG")]
     with pytest.raises(InputError, match="only 3 distinct 2x2 maps"):
         random_grids(4, 2)
-    with pytest.raises(InputError, match=r"frozen_probability 1\.5"):
-        random_grids(1, 4, frozen_probability=1.5)
+    with pytest.raises(InputError, match=r"count 1, size 1, seed 0"):
+        random_grids(1, 1)
 
 
 def test_shortest_path_is_shortest():

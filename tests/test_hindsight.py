@@ -30,9 +30,9 @@ SETTINGS = HindsightSettings(
 QUESTION = [{"role": "user", "content": "Which?"}]
 
 
-def learner(attempts=lambda texts, _: [Attempt(0.0) for _ in texts]) -> HindsightLearner:
+def learner() -> HindsightLearner:
     model = add_random_adapter(random_policy("llama"), r=4)
-    return HindsightLearner(model, Reader(tokenizer_of("llama"), 8), QUESTION, attempts, SETTINGS)
+    return HindsightLearner(model, Reader(tokenizer_of("llama"), 8), QUESTION, SETTINGS)
 
 
 def attempt(outcome, reward, text="x") -> Attempt:
@@ -173,7 +173,7 @@ class Scripted(HindsightLearner):
     """Knows one function: draws each line that there is, later two at a time of those that were taught last."""
 
     def __init__(self, task) -> None:
-        self.attempts, self.seen, self.epoch, self.generations, self.best = task.attempts, set(), 0, 0, 0.0
+        self.seen, self.epoch, self.generations, self.best = set(), 0, 0, 0.0
         self.lines = [f"draw_vertical_line(img, {x}, {color})" for x in range(2) for color in range(1, 10)]
         self.per_program = 1
 

@@ -93,16 +93,15 @@ def read_grid(name_or_path: str | Path) -> Grid:
     return check_grid([row.strip() for row in text.strip().splitlines()], where=f"map {name_or_path}")
 
 
-def random_grids(count: int, size: int = 4, seed: int = 0, frozen_probability: float = 0.8) -> list[Grid]:
+def random_grids(count: int, size: int = 4, seed: int = 0) -> list[Grid]:
     """`count` distinct solvable square grids by Gymnasium's generator, in the order of its seeds seed*2^32, +1, ...
 
     Equal arguments give equal grids; a larger count begins with those of a smaller one. Being distinct, they can be
     split into training and test maps. InputError if there are hardly so many distinct maps of this size.
     """
-    if count < 0 or size < 2 or not 0 < frozen_probability <= 1 or seed < 0:
+    if count < 0 or size < 2 or seed < 0:
         raise InputError(
-            f"random maps: count {count}, size {size}, seed {seed}, frozen_probability {frozen_probability}; "
-            "expected count >= 0, size >= 2, seed >= 0 and 0 < frozen_probability <= 1"
+            f"random maps: count {count}, size {size}, seed {seed}; expected count >= 0, size >= 2 and seed >= 0"
         )
     grids: dict[Grid, None] = {}
     first_seed = seed << 32
@@ -110,15 +109,15 @@ def random_grids(count: int, size: int = 4, seed: int = 0, frozen_probability: f
     # A map met long after the last new one says that the rest is too rare to wait for.
     last_new_draw = 0
     while len(grids) < count:
-        grid = tuple(generate_random_map(size, frozen_probability, first_seed + draws))
+        grid = tuple(generate_random_map(size, seed=first_seed + draws))
         draws += 1
         if grid not in grids:
             grids[grid] = None
             last_new_draw = draws
         elif draws - last_new_draw > 1000:
             raise InputError(
-                f"random maps: only {len(grids)} distinct {size}x{size} maps found at frozen_probability "
-                f"{frozen_probability}, {count} wanted; ask for fewer or larger ones"
+                f"random maps: only {len(grids)} distinct {size}x{size} maps found, {count} wanted; ask for fewer or "
+                "larger ones"
             )
     return list(grids)
 

@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 import torch
 from transformers import PreTrainedModel
+from trl.trainer.utils import selective_log_softmax
 
 from llm_policy import processes
 from llm_policy.chat import Messages, Reader
@@ -213,7 +214,7 @@ def _packed_scores(
             position_ids=packed.position_ids_PL,
             attention_mask=attention_mask(plain, packed.sight),
         ).logits[0]
-    scores_U = logits_UV.float().log_softmax(-1).gather(1, packed.labels_U[:, None])[:, 0]
+    scores_U = selective_log_softmax(logits_UV.float(), packed.labels_U)
     scores = iter(packed.split(scores_U[packed.scored_N].cpu())[0])  # not one by one from a GPU
     return np.array(
         [
@@ -234,8 +235,8 @@ def _plain_scores(
         for prompt, whole, given in zip(*_encoded(reader, pairs, actions), strict=True):
             scores = []
             for ids in whole:
-                logits_V = model(torch.tensor([[*prompt, *ids]], device=device)).logits[0, len(prompt) - 1 : -1]
-                scores.append(logits_V.float().log_softmax(-1).gather(1, torch.tensor(ids, device=device)[:, None]))
+                logits_NV = model(torch.tensor([[*prompt, *ids]], device=device)).logits[0, len(prompt) - 1 : -1]
+                scores.append(selective_log_softmax(logits_NV.float(), torch.tensor(ids, device=device)))
             rows.append(_thought_and_answers(scores, [_shared(given, ids) for ids in whole]))
     return np.array(rows)
 

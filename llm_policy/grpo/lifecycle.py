@@ -1,6 +1,5 @@
 """How a training run is interrupted, resumed and ended: signals, what a checkpoint says, the last step."""
 
-import signal
 from pathlib import Path
 
 import torch
@@ -11,20 +10,15 @@ from trl import GRPOConfig
 
 from llm_policy import processes
 from llm_policy.checkpoints import COMPLETE_MARK
-from llm_policy.errors import EXIT_INTERRUPTED, InputError
+from llm_policy.errors import InputError
 from llm_policy.grpo.diagnostics import MetricsFile, PolicyDiagnostics
 from llm_policy.grpo.trainer import PolicyTrainer
+from llm_policy.interruption import Interruption
 from llm_policy.models import not_finite
-from llm_policy.startup import say_at_once
-
-RESUME = "--resume_from_checkpoint auto"
 
 
-class StopOnSignal(TrainerCallback):
-    """SIGTERM, SIGUSR1 or Ctrl-C: finish the step, write a checkpoint, leave with `EXIT_INTERRUPTED`.
-
-    A second Ctrl-C does not wait. Outside of the steps `leave_if_received` says where the run may leave. With `at_once`
-    it leaves immediately, because what is under way is begun again by a resumed run.
+class StopOnSignal(TrainerCallback, Interruption):
+    """After the step, if the trainer takes steps; all processes of a run leave together.
 
     Args:
         steps_per_batch: optimiser steps on one batch of completions. These are not saved, so that a checkpoint waits
@@ -32,29 +26,8 @@ class StopOnSignal(TrainerCallback):
     """
 
     def __init__(self, steps_per_batch: int) -> None:
-        self.received: str | None = None
-        self.at_once = False
+        super().__init__("the step")
         self.steps_per_batch = steps_per_batch
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._receive)
-
-    def _receive(self, number, _frame) -> None:
-        if number == signal.SIGINT and self.received:
-            raise KeyboardInterrupt
-        self.received = signal.Signals(number).name
-        if self.at_once:
-            self.leave(f"leaving the evaluation; {RESUME} begins it again")
-        say_at_once(f"{self.received}: finishing the step, then a checkpoint")
-
-    def leave(self, words: str) -> None:
-        """SystemExit with `EXIT_INTERRUPTED`; `words` say what is left and what resumes it."""
-        say_at_once(f"{self.received}: {words}")
-        raise SystemExit(EXIT_INTERRUPTED)
-
-    def leave_if_received(self, words: str) -> None:
-        """All processes leave here if one of them had got a signal."""
-        if self.received_anywhere():
-            self.leave(words)
 
     def received_anywhere(self) -> bool:
         """Whether any process of the run had got a signal; then all have, and leave at the same place.

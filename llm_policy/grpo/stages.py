@@ -18,10 +18,11 @@ from llm_policy.chat import Reader
 from llm_policy.checkpoints import write_list
 from llm_policy.errors import OPTION_ERRORS, InputError
 from llm_policy.grpo.arguments import WarmStartArguments
-from llm_policy.grpo.lifecycle import RESUME, StopOnSignal
+from llm_policy.grpo.lifecycle import StopOnSignal
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.grpo.warm_start import Lesson, warm_started
 from llm_policy.hardware import give_memory_back
+from llm_policy.interruption import RESUME
 from llm_policy.models import load_model, model_checksum
 from llm_policy.reading import read_text
 

@@ -470,7 +470,7 @@ class PolicyTrainer(GRPOTrainer):
 
 
 def check_objective(objective: str, packed: bool, args: GRPOConfig) -> None:
-    """Raise `InputError` for an unknown objective, or for `expected` with options that it cannot be had with."""
+    """Raise `InputError` for an unknown objective, or for options that it cannot be had with."""
     if objective not in OBJECTIVES:
         raise InputError(f"--objective {objective!r}: expected one of {', '.join(OBJECTIVES)}")
     if objective != "grpo" and not packed:

@@ -25,7 +25,7 @@ from llm_policy import adapters, processes
 from llm_policy.chat import Messages, Reader, reply_token_ids
 from llm_policy.checkpoints import COMPLETE_MARK, damage, written_whole
 from llm_policy.errors import InputError
-from llm_policy.grpo.arguments import ScriptArguments
+from llm_policy.grpo.arguments import WarmStartArguments
 from llm_policy.grpo.packing import may_share_prefix, pack_groups, packed_log_probabilities
 from llm_policy.hardware import give_memory_back
 from llm_policy.sampling import evaluating
@@ -43,7 +43,7 @@ SAME_LOSS = 0.1  # nats a token: so far rounding goes, packed against plain rows
 
 def warm_started(
     model: PreTrainedModel, lora: LoraConfig, reader: Reader, lessons: Sequence[Lesson],
-    is_reply: IsReply, script: ScriptArguments, seed: int, folder: Path,
+    is_reply: IsReply, script: WarmStartArguments, seed: int, folder: Path,
     should_stop: Callable[[], bool], has_begun: bool, made_from: str = "",
 ) -> tuple[PreTrainedModel, dict]:  # fmt: skip
     """Teach the form where `--warm_start` asks for it; the model that stands on it, and what the warm start reported.

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from llm_policy.environments.gym_env import GymEnvironment, seed_of
 from llm_policy.errors import InputError
 from llm_policy.hardware import cuda_random_states, restore_cuda_random_states
+from llm_policy.interruption import RESUME
 from llm_policy.models import context_tokens, load_model, load_tokenizer
 from llm_policy.number_format import faster_format
 from llm_policy.policy_gradient.arguments import ACTIVATIONS, STATES_PER_GRAPH, PolicyGradientArguments
@@ -213,7 +214,7 @@ def load_policy(learner: Learner, folder: Path) -> None:
     """`InputError` for a file that is gone, damaged, or of another policy."""
     file = folder / POLICY_FILE
     if not file.exists() and not (folder / EVALUATION_FILE).exists():
-        raise InputError(f"{folder}: is not finished; --resume_from_checkpoint auto goes on with it")
+        raise InputError(f"{folder}: is not finished; {RESUME} goes on with it")
     try:
         tensors = load_file(file)
         learner.policy.load_state_dict(tensors)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,8 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger, TensorBoardOutputFormat
 
 from llm_policy.checkpoints import keep_newest, supersede, written_whole
-from llm_policy.errors import EXIT_INTERRUPTED, InputError
+from llm_policy.errors import InputError
+from llm_policy.interruption import RESUME, Interruption
 from llm_policy.models import not_finite
 from llm_policy.policy_gradient.arguments import LINES, SAVES, PolicyGradientArguments
 from llm_policy.policy_gradient.learner import (
@@ -25,10 +25,8 @@ from llm_policy.policy_gradient.learner import (
     training_state,
 )
 from llm_policy.run_files import METRICS_FILE, cut_back
-from llm_policy.startup import say_at_once
 
 BLOCK = 25  # episodes per point of the curve, as in Verma and Shukla's figure
-RESUME = "--resume_from_checkpoint auto"
 SECONDS_BETWEEN_LINES = 2  # on the terminal
 FIRST_ESTIMATE = 1000  # steps, after which the time left is said
 TENSORBOARD_FOLDER = "runs"
@@ -72,12 +70,10 @@ class Progress(BaseCallback):
         self.logging_steps = arguments.logging_steps or max(1, self.total // LINES)
         self.save_steps = arguments.save_steps or max(1, self.total // SAVES)
         self.stands_on = [folder / METRICS_FILE, *stands_on]
-        self.leaves_at_once = False
         self.episode_returns: list[float] = []
         self.episode_lengths: list[int] = []
         self.seconds_before = 0.0
         self.logged_at = self.saved_at = 0
-        self.received: str | None = None
         file = folder / METRICS_FILE
         self.resumed_state: dict | None = None  # until the first rollout begins
         if resume is None:
@@ -95,8 +91,7 @@ class Progress(BaseCallback):
         self.ended = None if self.steps_left else self.began
         self.said_estimate, self.printed_at = False, -math.inf
         learner.algorithm.set_logger(Logger(str(folder), [TensorBoardOutputFormat(str(folder / TENSORBOARD_FOLDER))]))
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._receive)
+        self.stop = Interruption("the update")
 
     @property
     def seconds(self) -> float:
@@ -110,15 +105,6 @@ class Progress(BaseCallback):
     def steps_left(self) -> int:
         """0 as well when all episodes have been played."""
         return 0 if self._has_all_episodes() else max(0, self.total - self.learner.algorithm.num_timesteps)
-
-    def _receive(self, number, _frame) -> None:
-        if number == signal.SIGINT and self.received:
-            raise KeyboardInterrupt
-        self.received = signal.Signals(number).name
-        if self.leaves_at_once:
-            say_at_once(f"{self.received}: leaving the evaluation; {RESUME} begins it again")
-            raise SystemExit(EXIT_INTERRUPTED)
-        say_at_once(f"{self.received}: finishing the update, then a checkpoint")
 
     def _on_step(self) -> bool:
         for info in self.locals["infos"]:
@@ -155,7 +141,7 @@ class Progress(BaseCallback):
         self._check_weights()
         if steps - self.logged_at >= self.logging_steps:
             self.log()
-        if self.received or steps - self.saved_at >= self.save_steps:
+        if self.stop.received or steps - self.saved_at >= self.save_steps:
             self.save()
         self._leave_if_received()
 
@@ -174,9 +160,7 @@ class Progress(BaseCallback):
         self._leave_if_received()
 
     def _leave_if_received(self) -> None:
-        if self.received:
-            say_at_once(f"{self.received}: checkpoint of step {self.num_timesteps} written; {RESUME} resumes from it")
-            raise SystemExit(EXIT_INTERRUPTED)
+        self.stop.leave_if_received(f"checkpoint of step {self.num_timesteps} written; {RESUME} resumes from it")
 
     def _check_weights(self) -> None:
         if bad := not_finite(dict(self.learner.policy.named_parameters())):

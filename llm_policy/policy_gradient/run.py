@@ -14,13 +14,14 @@ from llm_policy.command_line import relative
 from llm_policy.environments.table_environment import TableEnvironment
 from llm_policy.errors import writing
 from llm_policy.hardware import device_text, take_granted_threads
+from llm_policy.interruption import RESUME
 from llm_policy.models import model_checksum
 from llm_policy.plots import curves_figure
 from llm_policy.policy_gradient import judge
 from llm_policy.policy_gradient.arguments import PolicyGradientArguments
 from llm_policy.policy_gradient.judge import GREEDY, SAMPLED, UNTRAINED
 from llm_policy.policy_gradient.learner import POLICY_FILE, STATISTICS_FILE, Learner, make_learner, save_policy
-from llm_policy.policy_gradient.progress import BLOCK, RESUME, Progress, block_means
+from llm_policy.policy_gradient.progress import BLOCK, Progress, block_means
 from llm_policy.reading import read_text
 
 CURVE_FILE, UNTRAINED_FILE = "curve.png", "untrained.json"
@@ -50,7 +51,7 @@ def train(folder: Path, arguments: PolicyGradientArguments, config: str) -> None
         learner.algorithm.learn(progress.steps_left, progress, log_interval=None, reset_num_timesteps=False)
 
     # What came of it, beside policies that look at nothing
-    progress.leaves_at_once = True
+    progress.stop.at_once = True
     for name in (GREEDY, SAMPLED):
         answers_of[name] = judge.answers(learner, arguments, table, name, is_greedy=name == GREEDY)
     compared = judge.compare(learner.environment, arguments, table, answers_of)

@@ -78,7 +78,6 @@ def seeds_of(folder: Path) -> list[dict]:
             found.append(
                 {
                     "study": folder.parent.name,
-                    "seed": seed.name.removeprefix("seed-"),
                     "is_slippery": evaluation["is_slippery"],
                     "maps": evaluation.get("maps"),
                     "command": shlex.split(read_text(folder / "command.txt")),

@@ -46,7 +46,7 @@ class Score:
 
     Attributes:
         shares: of equal pixels, per program; 0 for one that failed.
-        best: the first of the programs that come closest, and what it drew.
+        best_code, best_grid: the first of the programs that come closest, and what it drew.
         errors: kind of failure -> how many.
     """
 
