@@ -114,14 +114,12 @@ class HindsightLearner:
         self.model.train()
         losses = []
         try:
-            first_two = [(a.prompt, a.reply) for a in lessons if a.prompt][:2]
-            if self.packed is None and first_two:
-                self.packed = packs(self.model, self.reader, first_two)
-            for first in range(0, len(lessons), self.settings.batch_size):
-                batch = lessons[first : first + self.settings.batch_size]
-                loss = reply_loss(
-                    self.model, self.reader, [(a.prompt, a.reply) for a in batch if a.prompt], bool(self.packed)
-                )
+            taught = [(lesson.prompt, lesson.reply) for lesson in lessons if lesson.prompt]
+            if self.packed is None and taught:
+                self.packed = packs(self.model, self.reader, [(prompt, [reply]) for prompt, reply in taught])
+            for first in range(0, len(taught), self.settings.batch_size):
+                batch = taught[first : first + self.settings.batch_size]
+                loss = reply_loss(self.model, self.reader, batch, bool(self.packed))
                 loss.backward()
                 torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
                 self.optimizer.step()

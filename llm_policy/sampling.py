@@ -2,8 +2,8 @@
 
 What all prompts begin with is prefilled once for all of them. Then all completions decode behind one copy of their
 prompt (llm_policy/prompt_cache.py). Where the caller has a guess at the completions (after the warm start all but the
-action is known), one pass scores the whole guess in place of one pass per token. Sampling options besides temperature
-and length go to `generate` of transformers, and so does a model whose attention cannot be exchanged.
+action is known), a pass scores many tokens of it in place of one. Sampling options besides temperature and length go to
+`generate` of transformers, and so does a model whose attention cannot be exchanged.
 
 Axes: P prompts, R completions, C rows of a pass (completions that are equal so far share one), W completions that take
 a token, L places of the padded prompt, K own places of a row, N tokens of a pass, V vocabulary.
@@ -27,7 +27,9 @@ NOT_SAMPLING = {
     "disable_compile", "transformers_version",
 }  # fmt: skip
 LOGITS_PER_PASS = 2**28  # at most so many at the same time (0.5 GB in bfloat16)
-GUESSED_PER_PASS = 64  # of a row: what stands behind a wrong guess, or behind the end of a shorter row, is for nothing
+# Tokens of a row: what stands behind a wrong guess, or behind the end of a shorter row, is for nothing
+GUESSED_PER_PASS, GUESSED_AGAIN = 64, 16
+FOUND_AGAIN = 3  # tokens in a row that stand in the guess, too
 
 
 @torch.no_grad()
@@ -177,7 +179,8 @@ def _sample_along(
     A pass gives the distribution behind every token of a guess. A completion takes its samples from them as long as
     they are what was guessed; the first that is not ends its share of the pass, and is a sample like the others
     (speculative sampling, Leviathan et al. 2023, arXiv 2211.17192, with a guess in place of a draft model). Completions
-    that are equal so far share a row. With guesses that fail, or none, this is decoding token by token.
+    that are equal so far share a row. With guesses that fail (`_guessed_next`), or none, this is decoding token by
+    token.
 
     Args:
         prompts: cache of all prompts without their last token.
@@ -190,13 +193,13 @@ def _sample_along(
     rows = [list(range(first, first + group)) for first in range(0, len(completions), group)]
     cache = PromptCache(prompts, mask_PL[:, :-1].bool(), positions_PL[:, :-1], config.max_new_tokens)
     last_C, positions_C = ids_PL[:, -1], positions_PL[:, -1]
-    reach = GUESSED_PER_PASS  # guessed tokens in a pass
     while rows:
-        reach = min(reach, GUESSED_PER_PASS, LOGITS_PER_PASS // (len(rows) * vocabulary))
+        most = LOGITS_PER_PASS // (len(rows) * vocabulary)
         ahead = []
         for first, *_ in rows:
-            done = len(completions[first])
-            ahead.append(list(guesses[first // group][done : min(done + reach, config.max_new_tokens - 1)]))
+            done = completions[first]
+            guessed = _guessed_next(list(guesses[first // group]), done)
+            ahead.append(guessed[: min(most, config.max_new_tokens - 1 - len(done))])
         longest = max(map(len, ahead))
         padded = [[*tokens, *[config.pad_token_id] * (longest - len(tokens))] for tokens in ahead]
         guessed_CN = torch.tensor(padded, dtype=torch.long, device=ids_PL.device).view(len(rows), longest)
@@ -205,8 +208,7 @@ def _sample_along(
             torch.cat([last_C[:, None], guessed_CN], dim=1),
             positions_C[:, None] + torch.arange(1 + longest, device=ids_PL.device),
         )
-        parted, mean_advance = _take_samples(logits_CNV, rows, ahead, completions, noise_RT, config)
-        reach = round(2 * (mean_advance - 1))  # twice what came true: bad guesses soon cost nothing
+        parted = _take_samples(logits_CNV, rows, ahead, completions, noise_RT, config)
         if parted:
             advances_C = torch.tensor([len(tokens) for _, *tokens in parted], device=ids_PL.device)
             last_C = torch.tensor([tokens[-1] for _, *tokens in parted], device=ids_PL.device)
@@ -217,6 +219,23 @@ def _sample_along(
     return completions
 
 
+def _guessed_next(guess: list[int], completion: list[int]) -> list[int]:
+    """What `guess` says that comes next.
+
+    It goes on as long as it came true, and where the last token alone was another, which may be one word for another.
+    Later it goes on from where the last tokens stand in it, too, if they do (prompt lookup decoding, Saxena 2023).
+    """
+    done = len(completion)
+    if guess[: max(0, done - 1)] == completion[:-1]:
+        return guess[done : done + GUESSED_PER_PASS]
+    last = completion[-FOUND_AGAIN:]
+    places = [i for i in range(FOUND_AGAIN, len(guess)) if guess[i - FOUND_AGAIN : i] == last]
+    if not places:
+        return []
+    place = min(places, key=lambda place: abs(place - done))
+    return guess[place : place + GUESSED_AGAIN]
+
+
 def _take_samples(
     logits_CNV: torch.Tensor,
     rows: list[list[int]],
@@ -224,16 +243,14 @@ def _take_samples(
     completions: list[list[int]],
     noise_RT: torch.Tensor,
     config: GenerationConfig,
-) -> tuple[dict[tuple[int, ...], list[int]], float]:
+) -> dict[tuple[int, ...], list[int]]:
     """Add to each completion what a pass is good for: tokens as guessed, and the first that is not.
 
-    Returns the completions that have not ended, by (row, *tokens added) in the order of the rows, and how many tokens
-    were added on average.
+    Returns the completions that have not ended, by (row, *tokens added) in the order of the rows.
     """
     ends = {config.eos_token_id} if isinstance(config.eos_token_id, int) else set(config.eos_token_id)
-    added = 0
     parted: dict[tuple[int, ...], list[int]] = {}
-    going = members = [(row, completion) for row, of_row in enumerate(rows) for completion in of_row]
+    going = [(row, completion) for row, of_row in enumerate(rows) for completion in of_row]
     for t in range(logits_CNV.size(1)):
         row_W, completion_W, place_W = torch.tensor([(r, c, len(completions[c])) for r, c in going]).unbind(1)
         logits_WV = logits_CNV[row_W, t]
@@ -251,11 +268,10 @@ def _take_samples(
                 as_guessed.append((row, completion))
             else:
                 parted.setdefault((row, *tokens[-t - 1 :]), []).append(completion)
-        added += len(going)
         going = as_guessed
         if not going:
             break
-    return dict(sorted(parted.items(), key=lambda part: part[0][0])), added / len(members)
+    return dict(sorted(parted.items(), key=lambda part: part[0][0]))
 
 
 def _pick(logits_WV: torch.Tensor, noise_W: torch.Tensor | None, config: GenerationConfig) -> torch.Tensor:

@@ -89,7 +89,7 @@ class Task:
         action_rewards: (rows, reward weights) -> (rows, actions): what a well-formed completion earns with each action.
         lessons: what the warm start teaches: prompts, each with replies that differ in their answer alone. It teaches
             form and no label. Without them there is no warm start.
-        guess: row -> a likely reply. Sampling then scores the whole reply in one pass; the samples stay the same.
+        guess: row -> a likely reply. Sampling then scores many of its tokens in one pass; the samples stay the same.
         reward_lines: for the chart, what policies that do not read the prompt would earn, by name.
         shown: metrics of the judge that stand in the line per step: name in the log -> label.
         source: all that the data holds, fit for JSON, where `rows` are drawn from it; a resumed run needs the same.

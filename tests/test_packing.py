@@ -32,11 +32,11 @@ CASES = {
     "ragged completions": ([LONG] * 3, ANSWERS[:3], [], 1),
     # prompts of 30, 7 and 1 tokens: the two short ones share a row
     "ragged prompts": ([LONG, SHORT, SINGLE], ANSWERS[:3], [], 2),
-    # behind 30 tokens that all begin with, trees of 20, 11, 9, 8 and 5 tokens
+    # behind 30 tokens that all begin with, trees of 8, 9, 11, 12 and 20 tokens: two rows are full
     "trees that share a row": (
-        [LONG + token_ids(length, seed=50 + i) for i, length in enumerate((12, 8, 6, 5, 5))],
-        [*ANSWERS, ANSWERS[1]],
-        [Branch(2, 4, (12, 13)), Branch(3, 1, (14, 15)), Branch(4, 0, (12,))],
+        [LONG + token_ids(length, seed=50 + i) for i, length in enumerate((5, 4, 11, 8, 12))],
+        [ANSWERS[3], ANSWERS[3], ANSWERS[1], ANSWERS[3], ANSWERS[0]],
+        [Branch(1, 4, (12, 13)), Branch(3, 1, (14, 15)), Branch(2, 0, (12,))],
         3,
     ),
     # equal prompts that do not stand next to each other share a row, and the order of the scores stays
@@ -247,6 +247,15 @@ def test_completions_share_a_row_as_long_as_that_is_cheaper():
     assert is_tree(8, 8)
     assert not is_tree(64, 200)
     assert is_tree(64, 4, begin_alike=200)
+
+
+def test_rows_that_short_trees_share_are_cheaper():
+    """Eight completions in a long tree, and eight short trees that fill two rows of its length."""
+    prompts = [[*token_ids(100), *token_ids(3, seed=90 + i)] for i in range(9)]
+    completions = [token_ids(20, seed=i) for i in range(8)] + [token_ids(6)] * 8
+    packed = pack_groups([prompts[0]] * 8 + prompts[1:], completions, pairs_per_token=3456)
+    assert packed.prompts is None
+    assert packed.input_ids_PL.shape == (2, 155)
 
 
 def test_equal_beginnings_are_computed_once():

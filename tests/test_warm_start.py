@@ -119,7 +119,7 @@ def test_every_prompt_is_taught_each_action_exactly_once(batches):
             actions_of.setdefault(tuple(prompt), []).append(action_index(parsed.answer, ACTIONS))
         assert all(sorted(actions) == list(range(len(ACTIONS))) for actions in actions_of.values())
     compared, *steps = batches  # with plain rows, before anything is taught
-    assert len(compared[0]) == len(ACTIONS)
+    assert len(compared[0]) == 3 * len(ACTIONS)
     assert sum(len(prompts) for prompts, _ in steps) == 4 * 5 * len(ACTIONS)  # four steps of five states
 
 
@@ -128,7 +128,7 @@ def test_the_reply_is_the_same_but_for_the_action(batches):
     taught(max_steps=1)
     tokenizer = tokenizer_of("llama")
     rests = {}
-    for prompts, completions in batches:
+    for prompts, completions in batches[1:]:  # before them some are compared with plain rows
         for prompt, completion in zip(prompts, completions, strict=True):
             thought, _, _ = tokenizer.decode(completion).partition("<answer>")
             rests.setdefault(tuple(prompt), set()).add(thought)

@@ -106,7 +106,7 @@ class ScriptArguments(WarmStartArguments):
             "to 0. At 1 no action pays that does not read the state."
         },
     )
-    packed: bool = field(default=True, metadata={"help": "Train on one row per prompt; false: TRL's own pass."})
+    packed: bool = field(default=True, metadata={"help": "Compute what completions share once; false: TRL's own pass."})
     merged_sampling: bool = field(
         default=True,
         metadata={"help": "Sample from a merged copy of the weights."},

@@ -51,13 +51,14 @@ class PolicyTrainer(GRPOTrainer):
     Departures from TRL's trainer:
 
     1. Sampling: the prompt is computed and kept once per group (llm_policy/prompt_cache.py), guessed completions are
-       scored in one pass (`guesses`, llm_policy/sampling.py), and the adapter is merged into a copy of the weights, so
-       that decoding runs plain matrices (`merged_sampling`; through the adapter where a GPU has no room for the copy).
-       With vLLM or continuous batching TRL's own path is used.
-    2. Training pass: a prompt and its group are one tree of tokens in one row, or rows of their own behind one prompt,
-       whichever is cheaper (llm_policy/grpo/packing.py); completions whose advantage is zero skip the pass, or what
-       follows their answer, where nothing else in the loss needs them. On a CPU the head finds its gradient on the way
-       (llm_policy/grpo/head.py). Equal to stock up to rounding; `packed=False` takes TRL's pass.
+       scored many tokens at a time (`guesses`, llm_policy/sampling.py), and the adapter is merged into a copy of the
+       weights, so that decoding runs plain matrices (`merged_sampling`; through the adapter where a GPU has no room for
+       the copy). With vLLM or continuous batching TRL's own path is used.
+    2. Training pass: a prompt and its group are one tree of tokens, and short trees share a row; or completions have
+       rows of their own behind their prompt, whichever is cheaper (llm_policy/grpo/packing.py). Completions whose
+       advantage is zero skip the pass, or what follows their answer, where nothing else in the loss needs them. On a
+       CPU the head finds its gradient on the way (llm_policy/grpo/head.py). Equal to stock up to rounding;
+       `packed=False` takes TRL's pass.
     3. Completions are not shuffled (TRL shuffles them one by one): packing needs groups that stay together.
     4. Other objectives: at the answer all legal actions count in place of the sampled one (llm_policy/grpo/expected.py
        has the formulas). Needs the reward of every action (`action_rewards`). Under `natural` the luck of the sampled
@@ -273,7 +274,7 @@ class PolicyTrainer(GRPOTrainer):
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False, **kwargs
     ):
-        """TRL's per-token log-probabilities and entropies, (B, T) each, from one packed row per distinct prompt."""
+        """TRL's per-token log-probabilities and entropies, (B, T) each, from packed rows."""
         if not self.packed or any(value is not None and value is not False for value in kwargs.values()):
             return super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs

@@ -1,9 +1,9 @@
 """What each token of a packed row sees, as a dense mask or, on CUDA, as blocks for FlexAttention.
 
-A walk through a row's tree, down each branch before the next, gives every token a number. What follows a token then has
-the numbers right behind its own, so two numbers say who sees a key: itself and all behind it (the interval labels of a
-tree; Dietz 1982). A dense mask holds L x M truths. FlexAttention asks for them block by block and leaves out the blocks
-in which nobody sees anything: of 64 completions in one row, nearly all (Dong et al. 2024, arXiv 2412.05496).
+A walk through a row's trees, down each branch before the next, gives every token a number. What follows a token then
+has the numbers right behind its own, so two numbers say who sees a key: itself and all behind it (the interval labels
+of a tree; Dietz 1982). A dense mask holds L x M truths. FlexAttention asks for them block by block and leaves out the
+blocks in which nobody sees anything: of 64 completions in one row, nearly all (Dong et al. 2024, arXiv 2412.05496).
 
     row      p0 p1 p2 a  b  e        prompt p0 p1 p2, completions a b c, a b d and e f
     number   0  1  2  3  4  5

@@ -196,7 +196,7 @@ def teach_format(
     is_hidden = not processes.is_main()
     progress = tqdm(desc=what, unit="step", disable=is_hidden, initial=report["steps"], **processes.bar_pace())
     try:
-        packed = packs(model, reader, [(lessons[0][0], reply) for reply in lessons[0][1][:REPLIES_PER_PASS]])
+        packed = packs(model, reader, lessons)
         last = max_steps if report["format_validity"] < threshold else 0  # killed between the last step and the end
         for step in range(report["steps"] + 1, last + 1):
             for group in optimizer.param_groups:  # at the full rate a long thought stays unsure
@@ -207,7 +207,7 @@ def teach_format(
             chosen = sorted((lessons[i] for i in order), key=lambda lesson: len(lesson[1][0]))
             tokens = [sum(len(reply_token_ids(reply, reader.tokenizer)) for reply in replies) for _, replies in chosen]
             chunks = range(0, len(order), prompts_per_pass)
-            for first in chunks[processes.own_share(len(chunks))]:
+            for first in chunks[processes.index() :: processes.count()]:  # not all long ones to the last process
                 chunk = slice(first, first + prompts_per_pass)
                 batch = [(prompt, reply) for prompt, replies in chosen[chunk] for reply in replies]
                 chunk_loss = reply_loss(model, reader, batch, packed) * (sum(tokens[chunk]) / sum(tokens))
@@ -321,17 +321,22 @@ def reply_loss(
 
 
 @torch.no_grad()
-def packs(model: PeftModel, reader: Reader, batch: Sequence[tuple[Messages, str]]) -> bool:
+def packs(model: PeftModel, reader: Reader, lessons: Sequence[Lesson]) -> bool:
     """Whether replies in one row have the loss that they have alone; where not, says so.
 
     Layers that mix neighbouring tokens (LFM2) see other branches of the tree, and some architectures take no such mask.
+    Compared are two short ones of the first lessons, which share a row if any do, and the longest.
     """
+    first_ones = [lessons[i] for i in range(min(len(lessons), REPLIES_PER_PASS))]  # some tasks make lessons without end
+    by_length = sorted(first_ones, key=lambda lesson: len(lesson[1][0]))
+    compared = [*by_length[:2], by_length[-1]]
+    batch = [(prompt, reply) for prompt, replies in compared for reply in replies[: REPLIES_PER_PASS // 3]]
     with evaluating(model):  # under LoRA's dropout no two passes agree
         plain, reason = reply_loss(model, reader, batch, packed=False), ""
         try:
             difference = abs(reply_loss(model, reader, batch) - plain).item()
             reason = f"their losses differ by {difference:.2g}" if difference > SAME_LOSS else ""
-        except (ValueError, RuntimeError, TypeError) as error:
+        except (ValueError, RuntimeError, TypeError, IndexError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
     if reason and processes.is_main():
         print(f"replies are taught in rows of their own, which is slower: packed, {reason}", flush=True)
