@@ -107,6 +107,13 @@ def test_verdict(policy_SA, verdict):
     assert policy_verdict([policy_SA], [LAKE], scores).startswith(verdict)
 
 
+def test_a_little_less_than_the_optimum_is_not_all_of_it():
+    policies_SA = [EXPERT] * 199 + [constant_policy(16, 1, 4)]
+    scores = [score_policy(LAKE, EXPERT, 100)] * 199 + [score_policy(LAKE, policies_SA[-1], 100)]
+    verdict = policy_verdict(policies_SA, [LAKE] * 200, scores)
+    assert verdict == "partly learned: 2191/2200 states, 99 % of optimal"
+
+
 def test_where_one_action_is_optimal_everywhere_it_is_learned():
     policy_SA, lake = constant_policy(4, 2, 4), FrozenLake(("SFFG",), is_slippery=False)
     assert policy_verdict([policy_SA], [lake], [score_policy(lake, policy_SA, 10)]).startswith("learned: 3/3")

@@ -344,6 +344,29 @@ def test_right_guesses_take_one_pass_and_bad_ones_hardly_more_than_none():
     assert shapes == [(4, 8), (4, 4)]
 
 
+def test_a_guess_is_taken_up_again_where_it_says_the_same(monkeypatch):
+    monkeypatch.setattr(sampling, "FOUND_AGAIN", 2)
+    guess = [1, 2, 3, 4, 5, 6, 7, 8]
+    assert sampling._guessed_next(guess, []) == guess
+    assert sampling._guessed_next(guess, [1, 2]) == guess[2:]
+    assert sampling._guessed_next(guess, [1, 9]) == guess[2:], "one word for another"
+    assert sampling._guessed_next(guess, [1, 9, 9]) == [], "bad guesses cost no more than none"
+    assert sampling._guessed_next(guess, [9, 9, 2, 3]) == guess[3:], "two words too many"
+    assert sampling._guessed_next([1, 2, 5, 1, 2, 6, 1, 2, 7], [9, 9, 9, 1, 2]) == [6, 1, 2, 7], "the nearest place"
+    assert sampling._guessed_next(guess, [*guess, 9, 9]) == []
+
+
+def test_a_right_guess_goes_on_beside_a_wrong_one():
+    model, config = random_policy("llama"), generation(**GREEDY)
+    alone = [generated_alone(model, prompt, config) for prompt in PROMPTS]
+    shapes = model_passes(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampling, "GUESSED_PER_PASS", 3)
+        guesses = [alone[0], *(guess_of("wrong", completion) for completion in alone[1:])]
+        sample_completions(model, PROMPTS, config, guesses=guesses)
+    assert shapes == [(4, 4), (4, 4)] + [(3, 1)] * 6
+
+
 @pytest.mark.parametrize("limit", ["LOGITS_PER_PASS", "GUESSED_PER_PASS"])
 def test_a_guess_is_no_longer_than_one_pass_allows(monkeypatch, limit):
     model, config = random_policy("llama"), generation(**GREEDY)

@@ -63,7 +63,8 @@ def policy_verdict(
     actions = environments[0].actions
     right, states = sum(s.optimal_states for s in scores), sum(s.acting_states for s in scores)
     percent = float(np.mean([s.percent_of_optimal for s in scores]))
-    summary = f"{right}/{states} states, {percent:.0f} % of optimal"
+    shown = percent if percent >= OPTIMAL_PERCENT else min(percent, 99)  # 99.5 is not all
+    summary = f"{right}/{states} states, {shown:.0f} % of optimal"
     readable = int(chooses_N.sum())
     if not readable:
         return f"uniformly random in every state ({summary})"

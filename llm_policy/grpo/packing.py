@@ -1,7 +1,7 @@
 """All completions of one prompt are a tree of tokens: what they have in common is computed once.
 
 Axes: P rows, L places in a row, K places of the shared prefix, Q prompts that stand before rows, J places of those,
-M = K + J + L keys, N scored tokens, U different ones.
+M = K + J + L keys, N scored tokens, U different ones, T tokens of a tree.
 
 Two tokens are one where all before them is equal, too: a prompt stands once before all its completions, and
 completions that begin alike (after the warm start they all do) part where they differ. A token sees itself and what
@@ -270,8 +270,8 @@ class _Rows:
         for tree in self.trees.values():
             here = tree.row, slice(tree.first, tree.first + len(tree.tokens))
             tokens_PL[here], depths_PL[here] = tree.tokens, tree.depths
-            numbers, ends = tree.walk()
-            numbers_PL[here], ends_PL[here] = numbers + tree.first, ends + tree.first
+            numbers_T, ends_T = tree.walk()
+            numbers_PL[here], ends_PL[here] = numbers_T + tree.first, ends_T + tree.first
         return tuple(torch.from_numpy(array).to(device) for array in (tokens_PL, depths_PL, numbers_PL, ends_PL))
 
     def predictors(self) -> list[int]:
@@ -307,16 +307,16 @@ class _TokenTree:
     def walk(self) -> tuple[np.ndarray, np.ndarray]:
         """Each token's number in a walk, and the number behind all that follows it."""
         count = len(self.tokens)
-        numbers = np.zeros(count, dtype=np.int64)
-        sizes = np.ones(count, dtype=np.int64)  # a token and all that follows it
+        numbers_T = np.zeros(count, dtype=np.int64)
+        sizes_T = np.ones(count, dtype=np.int64)  # a token and all that follows it
         for here in range(count - 1, 0, -1):
-            sizes[self.followed[here]] += sizes[here]
-        free = numbers + 1  # the next number behind each token
+            sizes_T[self.followed[here]] += sizes_T[here]
+        free_T = numbers_T + 1  # the next number behind each token
         for here, before in enumerate(self.followed[1:], start=1):
-            numbers[here] = free[before]
-            free[here] = numbers[here] + 1
-            free[before] += sizes[here]
-        return numbers, numbers + sizes
+            numbers_T[here] = free_T[before]
+            free_T[here] = numbers_T[here] + 1
+            free_T[before] += sizes_T[here]
+        return numbers_T, numbers_T + sizes_T
 
 
 Mask = torch.Tensor | BlockMask
