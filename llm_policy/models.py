@@ -92,7 +92,7 @@ def load_model(
     Args:
         name_or_path: a hub id, a local folder, a GGUF file (unpacked to `dtype`: it then trains and saves like any
             other), or a folder with a PEFT adapter (its base model is loaded, too, and the adapter put on top).
-        dtype: "auto" (as stored), "float32", "bfloat16" or "float16".
+        dtype: of the weights, an adapter's as well: "auto" (as stored), "float32", "bfloat16" or "float16".
         attn_implementation, quantization_config, revision: as in transformers' `from_pretrained`.
         device: where the weights go; None: the CPU's memory.
         answers: read some tokens with it, to see whether numbers come out. A large model on a CPU takes minutes.
@@ -107,7 +107,8 @@ def load_model(
         name, revision = base_of_adapter(source)
         base = load_model(name, dtype, attn_implementation, quantization_config, device, revision, answers)
         with input_errors(name_or_path, "adapter"):
-            model = PeftModel.from_pretrained(base, source)
+            # Factors in the base's dtype, as autocast computes them in training; PEFT would make them float32
+            model = PeftModel.from_pretrained(base, source, autocast_adapter_dtype=False)
             check_adapter(model, Path(source))
         check_finite(model, name_or_path)
         model = _placed(model, device)

@@ -161,6 +161,11 @@ def test_adapter_folder_loads_base_and_adapter(llama, tmp_path):
     assert load_tokenizer(tmp_path).get_vocab() == load_tokenizer(llama).get_vocab()
 
 
+def test_an_adapter_is_computed_in_the_dtype_of_its_base(llama, tmp_path):
+    save_adapter(llama, tmp_path)
+    assert {weight.dtype for weight in load_model(tmp_path, "bfloat16").parameters()} == {torch.bfloat16}
+
+
 def test_an_adapters_base_keeps_its_revision(llama, tmp_path, monkeypatch):
     save_adapter(llama, tmp_path)
     edit_json(tmp_path / "adapter_config.json", revision="v2")
