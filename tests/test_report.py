@@ -129,7 +129,8 @@ def test_the_summary_sets_each_score_beside_its_optimum(results):
         ["best constant action (DOWN)", lake, "0.0500", "0.8235", "none", "", WHEN],
         ["uniformly random policy", lake, "0.0139", "0.8235", "none", "", WHEN],
         [
-            "[GRPO, this repository](results/maps_never_seen/random_maps_dry_ways_250)",
+            "[GRPO, this repository: the prompt says what lies around]"
+            "(results/maps_never_seen/random_maps_dry_ways_250)",
             "200 maps never seen, not slippery: percent of the optimum", "**90.0** (90.0)", "100", "1", "4", WHEN,
         ],
         [

@@ -19,8 +19,9 @@ SUMMARY = {
     "ablation_objective_grpo": ("GRPO of sampled rewards alone", "success_probability"),
     "cloning_slippery": ("supervision: cloning of the best action", "success_probability"),
     "natural_deterministic": (OURS, "success_probability"),
-    "random_maps_dry_ways_250": (OURS, "percent_of_optimal"),
-    "random_maps_slippery_ways_250": (OURS, "percent_of_optimal"),
+    "thought_search_dry": (f"{OURS}: it searches the map in its thought", "percent_of_optimal"),
+    "random_maps_dry_ways_250": (f"{OURS}: the prompt says what lies around", "percent_of_optimal"),
+    "random_maps_slippery_ways_250": (f"{OURS}: the same", "percent_of_optimal"),
 }
 SUMMARY_SEARCH = "props_frozen_lake"
 SUMMARY_POLICY_GRADIENTS = {  # what each is called there; within the step limit
