@@ -203,7 +203,7 @@ def judged_again(
 ) -> dict[str, dict]:
     """What the model that was saved answers, by the name of its row; greedily and, with `samples`, sampled.
 
-    It is read from the disk, as a user reads it.
+    It is read from the disk, as evaluate_policy.py reads it.
     """
     print("judging the trained model", flush=True)
     trained = load_model(output_dir, device=device, **adapters.loading_options(model_config))

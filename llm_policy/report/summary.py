@@ -12,6 +12,7 @@ from llm_policy.report.other_games import summary_row
 from llm_policy.report.studies import POLICY_GRADIENT, SEARCH, TRAINED, UNTRAINED
 
 OURS = "GRPO, this repository"
+TOLD = f"{OURS}: the prompt says what lies around"
 # The rows of training: what each is called there, and the score
 SUMMARY = {
     "natural_slippery": (OURS, "success_probability"),
@@ -20,8 +21,8 @@ SUMMARY = {
     "cloning_slippery": ("supervision: cloning of the best action", "success_probability"),
     "natural_deterministic": (OURS, "success_probability"),
     "thought_search_dry": (f"{OURS}: it searches the map in its thought", "percent_of_optimal"),
-    "random_maps_dry_ways_250": (f"{OURS}: the prompt says what lies around", "percent_of_optimal"),
-    "random_maps_slippery_ways_250": (f"{OURS}: the same", "percent_of_optimal"),
+    "random_maps_dry_ways_250": (TOLD, "percent_of_optimal"),
+    "random_maps_slippery_ways_250": (TOLD, "percent_of_optimal"),
 }
 SUMMARY_SEARCH = "props_frozen_lake"
 SUMMARY_POLICY_GRADIENTS = {  # what each is called there; within the step limit
