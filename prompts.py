@@ -209,13 +209,55 @@ TURNS = "ghijklmnopqrstuvwxyz"  # no letters of a cell's name or of a map; again
 
 def think_search(grid: Grid, state: int, hole: str = "H") -> str:
     """A search from the goals that looks around each cell it passes, up to the agent's (`search_text`)."""
+    return search_text(_goals(grid), _cell(grid, state), partial(_around_on_map, grid), partial(cell_name, grid), hole)
 
-    def around(cell: Cell) -> list[tuple[str, Cell, str]]:
-        beside = zip(ACTIONS, _beside(cell), strict=True)
-        return [(action, (r, c), grid[r][c]) for action, (r, c) in beside if _is_on_map(grid, (r, c))]
 
-    goals = [_cell(grid, other) for other, letter in enumerate("".join(grid)) if letter == "G"]
-    return search_text(goals, _cell(grid, state), around, partial(cell_name, grid), hole)
+def think_slips(grid: Grid, state: int) -> str:
+    """The same, and then where each action may slip to: for ice that is slippery.
+
+    The cells beside the agent that the search did not look around have a line of their own. Then the agent's cell has
+    what lies beside it, in the order of the actions: each cell, its mark (`+ . !`, or `=` where the edge keeps the
+    agent on its own), and how many holes lie beside that cell (0 for a hole and the goal). Last is each action behind
+    the three marks of where it may lead.
+
+    >>> print(think_slips(("SFFF", "FHFH", "FFFH", "HFFG"), 14))
+    33>32A32 23H
+    31>30H 21F
+    22>21F 23H 12F
+    A32> 31.1 32=0 33+0 22.1
+    .1.1=0LEFT
+    .1=0+0DOWN
+    =0+0.1RIGHT
+    +0.1.1UP
+    """
+    here, around = _cell(grid, state), partial(_around_on_map, grid)
+    name = partial(cell_name, grid)
+    lines, steps, looked_around = _search(_goals(grid), here, around, name, "H")
+    marks = []
+    for cell in _beside(here):
+        stands = cell if _is_on_map(grid, cell) else here
+        what = _cell_name(grid, stands)
+        if what == "ice" and stands not in (here, *looked_around):
+            beyond = [f"{name(near)}{letter}" for _, near, letter in around(stands) if near != here]
+            lines.append(f"{name(stands)}>{' '.join(beyond)}")
+        mark = "=" if stands == here else _mark(steps, here, stands, grid[stands[0]][stands[1]], "H")
+        holes = sum(letter == "H" for _, _, letter in around(stands)) if what == "ice" else 0
+        marks.append((name(stands), f"{mark}{holes}"))
+    lines.append(f"A{name(here)}> {' '.join(cell + mark for cell, mark in marks)}")
+    for index, action in enumerate(ACTIONS):
+        aside = (marks[side % len(marks)][1] for side in (index - 1, index, index + 1))
+        lines.append(f"{''.join(aside)}{action}")
+    return "\n".join(lines)
+
+
+def _goals(grid: Grid) -> list[Cell]:
+    return [_cell(grid, state) for state, letter in enumerate("".join(grid)) if letter == "G"]
+
+
+def _around_on_map(grid: Grid, cell: Cell) -> list[tuple[str, Cell, str]]:
+    """The cells beside one: action, cell, letter, in the order of the actions."""
+    beside = zip(ACTIONS, _beside(cell), strict=True)
+    return [(action, (r, c), grid[r][c]) for action, (r, c) in beside if _is_on_map(grid, (r, c))]
 
 
 def search_text(
@@ -246,10 +288,28 @@ def search_text(
     h02>01A01 03-
     A01> 00.LEFT 02+RIGHT
     """
+    lines, steps, _ = _search(goals, here, around, name, hole)
+    # The mark directly before the action, and in no other line: a model that attends to what stood behind a `+` copies
+    # it into the answer
+    beside_agent = [
+        f"{name(near)}{_mark(steps, here, near, letter, hole)}{action}" for action, near, letter in around(here)
+    ]
+    return "\n".join([*lines, f"A{name(here)}> {' '.join(beside_agent)}"])
+
+
+def _search(
+    goals: Sequence[Cell],
+    here: Cell,
+    around: Callable[[Cell], Sequence[tuple[str, Cell, str]]],
+    name: Callable[[Cell], str],
+    hole: str,
+) -> tuple[list[str], dict[Cell, int], list[Cell]]:
+    """The lines of `search_text` up to the agent's own, steps to the nearest goal, and the cells looked around."""
     queue, turns = deque(("", goal) for goal in goals), cycle(TURNS)
-    steps, lines = dict.fromkeys(goals, 0), []  # from each cell to the nearest goal
+    steps, lines, looked_around = dict.fromkeys(goals, 0), [], []
     while queue and here not in steps:
         turn, cell = queue.popleft()
+        looked_around.append(cell)
         marks = []
         for _, near, letter in around(cell):
             mark = "-" if near in steps else letter
@@ -260,14 +320,13 @@ def search_text(
         for _, near in queue:
             steps.setdefault(near, steps[cell] + 1)
         lines.append(f"{turn}{name(cell)}>{' '.join(marks)}")
-    # The mark directly before the action, and in no other line: a model that attends to what stood behind a `+` copies
-    # it into the answer
-    beside_agent = []
-    for action, near, letter in around(here):
-        is_nearer = here in steps and steps.get(near, steps[here]) < steps[here]
-        mark = "+" if is_nearer else "!" if letter == hole else "."
-        beside_agent.append(f"{name(near)}{mark}{action}")
-    return "\n".join([*lines, f"A{name(here)}> {' '.join(beside_agent)}"])
+    return lines, steps, looked_around
+
+
+def _mark(steps: dict[Cell, int], here: Cell, near: Cell, letter: str, hole: str) -> str:
+    """`+` for a cell on a shortest way from `here`, `!` for a hole, `.` for another."""
+    is_nearer = here in steps and steps.get(near, steps[here]) < steps[here]
+    return "+" if is_nearer else "!" if letter == hole else "."
 
 
 def _beside(cell: Cell) -> list[Cell]:
@@ -283,15 +342,16 @@ def _looked_up(grid: Grid, cell: Cell) -> str:
 
 # A new thought is one entry
 THOUGHTS = {"place": think_place, "neighbours": think_neighbours, "ways": think_ways, "search": think_search}
+SLIPPERY_THOUGHTS = THOUGHTS | {"search": think_slips}
 
 
-def thought_text(grid: Grid, state: int, thought: str = "place") -> str:
-    """What is true of the agent's place and the map, in the words of `thought`."""
+def thought_text(grid: Grid, state: int, thought: str = "place", is_slippery: bool = False) -> str:
+    """What is true of the agent's place, the map and the ice, in the words of `thought`."""
     if thought not in THOUGHTS:
         raise InputError(f"--thought {thought!r}: expected one of {', '.join(THOUGHTS)}")
-    return THOUGHTS[thought](grid, state)
+    return (SLIPPERY_THOUGHTS if is_slippery else THOUGHTS)[thought](grid, state)
 
 
-def format_example(grid: Grid, state: int, action: int, thought: str = "place") -> str:
+def format_example(grid: Grid, state: int, action: int, thought: str = "place", is_slippery: bool = False) -> str:
     """A well-formed reply for the warm start, whatever `action` is: it says what is so, and takes it."""
-    return f"<think>{thought_text(grid, state, thought)}</think><answer>{ACTIONS[action]}</answer>"
+    return f"<think>{thought_text(grid, state, thought, is_slippery)}</think><answer>{ACTIONS[action]}</answer>"

@@ -27,8 +27,9 @@ NOT_SAMPLING = {
     "disable_compile", "transformers_version",
 }  # fmt: skip
 LOGITS_PER_PASS = 2**28  # at most so many at the same time (0.5 GB in bfloat16)
-# Tokens of a row: what stands behind a wrong guess, or behind the end of a shorter row, is for nothing
-GUESSED_PER_PASS, GUESSED_AGAIN = 64, 16
+GUESSED_PER_PASS = 64  # tokens of a row: what stands behind a wrong guess, or a shorter row's end, is for nothing
+# Tokens of all rows of a pass, where guesses have failed: more cost a model that is half taught more than they gain
+GUESSED_AGAIN = 16
 FOUND_AGAIN = 3  # tokens in a row that stand in the guess, too
 
 
@@ -198,7 +199,7 @@ def _sample_along(
         ahead = []
         for first, *_ in rows:
             done = completions[first]
-            guessed = _guessed_next(list(guesses[first // group]), done)
+            guessed = _guessed_next(list(guesses[first // group]), done, GUESSED_AGAIN // len(rows))
             ahead.append(guessed[: min(most, config.max_new_tokens - 1 - len(done))])
         longest = max(map(len, ahead))
         padded = [[*tokens, *[config.pad_token_id] * (longest - len(tokens))] for tokens in ahead]
@@ -219,11 +220,12 @@ def _sample_along(
     return completions
 
 
-def _guessed_next(guess: list[int], completion: list[int]) -> list[int]:
+def _guessed_next(guess: list[int], completion: list[int], again: int) -> list[int]:
     """What `guess` says that comes next.
 
     It goes on as long as it came true, and where the last token alone was another, which may be one word for another.
-    Later it goes on from where the last tokens stand in it, too, if they do (prompt lookup decoding, Saxena 2023).
+    Later it goes on from where the last tokens stand in it, too, if they do, `again` tokens at a time (prompt lookup
+    decoding, Saxena 2023).
     """
     done = len(completion)
     if guess[: max(0, done - 1)] == completion[:-1]:
@@ -233,7 +235,7 @@ def _guessed_next(guess: list[int], completion: list[int]) -> list[int]:
     if not places:
         return []
     place = min(places, key=lambda place: abs(place - done))
-    return guess[place : place + GUESSED_AGAIN]
+    return guess[place : place + again]
 
 
 def _take_samples(

@@ -65,7 +65,7 @@ class Arguments(ExpertArguments):
 def lake_words(observation: str, thought: str = "place") -> Words:
     return Words(
         messages=lambda lake, state: policy_messages(lake.grid, state, lake.is_slippery, observation),
-        reply=lambda lake, state, action: format_example(lake.grid, state, action, thought),
+        reply=lambda lake, state, action: format_example(lake.grid, state, action, thought, lake.is_slippery),
         exchanged=None if thought == "place" else exchanged,
         telling=frozenset({"hole", "goal"}) if thought in ("neighbours", "ways") else frozenset(),
     )

@@ -12,6 +12,7 @@ from llm_policy.environments.frozen_lake import (
     MOVES,
     acting_states,
     goal_distances,
+    lake_mdp,
     random_grids,
 )
 from llm_policy.errors import InputError
@@ -77,11 +78,47 @@ THINKING = [
     ),
     ("search", ("SHG", "FHF"), 3, "02>01H 12g12|g12>11H 02-|A10> 11!RIGHT 00.UP"),  # no way
 ]  # fmt: skip
+ON_SLIPPERY_ICE = [
+    (
+        GRID, 14,
+        "33>32A32 23H|31>30H 21F|22>21F 23H 12F|A32> 31.1 32=0 33+0 22.1|.1.1=0LEFT|.1=0+0DOWN|=0+0.1RIGHT|+0.1.1UP",
+    ),
+    (("SFG",), 0, "02>01g01|g01>00A00 02-|A00> 00=0 00=0 01+0 00=0|=0=0=0LEFT|=0=0+0DOWN|=0+0=0RIGHT|+0=0=0UP"),
+    (
+        ("SHG", "FHF"), 3,  # no way
+        "02>01H 12g12|g12>11H 02-|00>01H|A10> 10=1 10=1 11!0 00.1|.1=1=1LEFT|=1=1!0DOWN|=1!0.1RIGHT|!0.1=1UP",
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("thought", "grid", "state", "text"), THINKING)
 def test_thoughts_say_what_is_so(thought, grid, state, text):
     assert thought_text(grid, state, thought).replace("\n", "|") == text
+    if thought != "search":
+        assert thought_text(grid, state, thought, is_slippery=True) == thought_text(grid, state, thought)
+
+
+@pytest.mark.parametrize(("grid", "state", "text"), ON_SLIPPERY_ICE)
+def test_a_search_on_slippery_ice_says_where_each_action_may_lead(grid, state, text):
+    assert thought_text(grid, state, "search", is_slippery=True).replace("\n", "|") == text
+
+
+@pytest.mark.parametrize("grid", random_grids(5, size=5))
+def test_on_slippery_ice_marks_are_those_of_the_cells_that_the_dynamics_lead_to(grid):
+    lake, cells, distance_S = lake_mdp(grid, is_slippery=True), "".join(grid), goal_distances(grid)
+
+    def mark(state, end):
+        row, column = divmod(end, 5)
+        beside = [(row + down, column + right) for down, right in MOVES]
+        holes = sum(grid[r][c] == "H" for r, c in beside if 0 <= r < 5 and 0 <= c < 5)
+        nearer = "+" if distance_S[end] < distance_S[state] else "."
+        return f"{ {'H': '!'}.get(cells[end], '=' if end == state else nearer) }{0 if cells[end] in 'HG' else holes}"
+
+    for state in acting_states(grid):
+        last = thought_text(grid, state, "search", is_slippery=True).splitlines()[-len(ACTIONS) :]
+        for action, line in enumerate(last):
+            ends = lake.next_states_SAK[state, action]
+            assert line == "".join(mark(state, end) for end in ends) + ACTIONS[action]
 
 
 @pytest.mark.parametrize("grid", random_grids(5, size=5))
@@ -103,12 +140,14 @@ def test_a_search_marks_no_way_that_leads_away_from_the_nearest_goal():
     assert thought_text(("SFFG", "FFFF", "GFFF"), 0, "search").splitlines()[-1] == "A00> 10+DOWN 01.RIGHT"
 
 
+@pytest.mark.parametrize("is_slippery", [False, True])
 @pytest.mark.parametrize("thought", THOUGHTS)
-def test_a_thought_is_the_same_whatever_is_answered(thought):
+def test_a_thought_is_the_same_whatever_is_answered(thought, is_slippery):
     """No action is preferred, and the reply is read as it was meant."""
     for state in acting_states(GRID):
-        parsed = [parse_completion(format_example(GRID, state, action, thought)) for action in range(len(ACTIONS))]
-        assert {p.thought for p in parsed} == {thought_text(GRID, state, thought)}
+        replies = [format_example(GRID, state, action, thought, is_slippery) for action in range(len(ACTIONS))]
+        parsed = [parse_completion(reply) for reply in replies]
+        assert {p.thought for p in parsed} == {thought_text(GRID, state, thought, is_slippery)}
         assert [action_index(p.answer, ACTIONS) for p in parsed] == [0, 1, 2, 3]
         assert all(p.is_well_formed for p in parsed)
 

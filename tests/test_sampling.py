@@ -1,4 +1,5 @@
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -347,13 +348,18 @@ def test_right_guesses_take_one_pass_and_bad_ones_hardly_more_than_none():
 def test_a_guess_is_taken_up_again_where_it_says_the_same(monkeypatch):
     monkeypatch.setattr(sampling, "FOUND_AGAIN", 2)
     guess = [1, 2, 3, 4, 5, 6, 7, 8]
-    assert sampling._guessed_next(guess, []) == guess
-    assert sampling._guessed_next(guess, [1, 2]) == guess[2:]
-    assert sampling._guessed_next(guess, [1, 9]) == guess[2:], "one word for another"
-    assert sampling._guessed_next(guess, [1, 9, 9]) == [], "bad guesses cost no more than none"
-    assert sampling._guessed_next(guess, [9, 9, 2, 3]) == guess[3:], "two words too many"
-    assert sampling._guessed_next([1, 2, 5, 1, 2, 6, 1, 2, 7], [9, 9, 9, 1, 2]) == [6, 1, 2, 7], "the nearest place"
-    assert sampling._guessed_next(guess, [*guess, 9, 9]) == []
+    next_of = partial(sampling._guessed_next, again=8)
+    assert next_of(guess, []) == guess
+    assert next_of(guess, [1, 2]) == guess[2:]
+    assert next_of(guess, [1, 9]) == guess[2:], "one word for another"
+    assert next_of(guess, [1, 9, 9]) == [], "bad guesses cost no more than none"
+    assert next_of(guess, [9, 9, 2, 3]) == guess[3:], "two words too many"
+    assert next_of([1, 2, 5, 1, 2, 6, 1, 2, 7], [9, 9, 9, 1, 2]) == [6, 1, 2, 7], "the nearest place"
+    assert next_of(guess, [*guess, 9, 9]) == []
+    assert sampling._guessed_next(guess, [9, 9, 2, 3], again=2) == [4, 5], (
+        "few rows may take many tokens, many rows few"
+    )
+    assert sampling._guessed_next(guess, [9, 9, 2, 3], again=0) == []
 
 
 def test_a_right_guess_goes_on_beside_a_wrong_one():
