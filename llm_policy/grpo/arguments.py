@@ -63,11 +63,14 @@ class WarmStartArguments:
 
     rare: ClassVar[tuple[str, ...]] = (
         "warm_start_prompts", "warm_start_learning_rate", "warm_start_threshold", "warm_start_folder",
-        "judge_untrained",
+        "judge_untrained", "judge_warm_start",
     )  # fmt: skip
 
     judge_untrained: bool = field(
         default=True, metadata={"help": "Judge the untrained model, too, which may take long where thoughts are long."}
+    )
+    judge_warm_start: bool = field(
+        default=True, metadata={"help": "Judge what the warm start alone comes to; on many maps that is minutes."}
     )
     warm_start: str = field(default="auto", metadata={"help": "Teach the form first: auto, always or never."})
     warm_start_steps: int = field(default=60, metadata={"help": "At most so many steps of it."})

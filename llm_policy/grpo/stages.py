@@ -87,7 +87,7 @@ def beginning(
     model: PreTrainedModel, lora: LoraConfig, folders: Sequence[Path], task, reader: Reader, script: WarmStartArguments,
     seed: int, output_dir: Path, stop: StopOnSignal, has_begun: bool, taught_from: str,
 ) -> Beginning:  # fmt: skip
-    """Judge the untrained model if asked to, teach the form of an answer, and judge what that comes to alone.
+    """Judge the untrained model, teach the form of an answer, judge what that comes to alone; judge if asked to.
 
     Args:
         folders: adapters that are in `model` already.
@@ -110,7 +110,8 @@ def beginning(
         return Beginning(model, 0, list(folders), answers)
 
     stop.at_once = True
-    answers["warm start, greedy"] = kept_answers("warmed-up", model, task.judge, output_dir / WARM_START_FILE)
+    if script.judge_warm_start:
+        answers["warm start, greedy"] = kept_answers("warmed-up", model, task.judge, output_dir / WARM_START_FILE)
     stop.at_once = False
     is_continued = isinstance(model, PeftModel)  # by the adapter that will be learned
     return Beginning(model, report["steps"], [*folders, *([] if is_continued else [folder])], answers)
