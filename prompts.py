@@ -176,8 +176,9 @@ def policy_messages(grid: Grid, state: int, is_slippery: bool, observation: str 
 
 
 # Thoughts: what the warm start teaches, (grid, row-major index of the agent's cell) -> text. All of it follows from the
-# map alone, prefers no action, and needs no more than the words before it and a look at the map. In order they are 11,
-# 26, 67 and 118 tokens in the mean of 300 maps of 4x4, and at most 11, 30, 107 and 271.
+# map and the dynamics, prefers no action, and needs no more than the words before it and a look at the map. In order
+# they are 11, 26, 67 and 118 tokens in the mean of 300 maps of 4x4, and at most 11, 30, 107 and 271; the search on
+# slippery ice 187 and 339 (100 maps).
 
 
 def think_place(grid: Grid, state: int) -> str:
@@ -215,38 +216,41 @@ def think_search(grid: Grid, state: int, hole: str = "H") -> str:
 def think_slips(grid: Grid, state: int) -> str:
     """The same, and then where each action may slip to: for ice that is slippery.
 
-    The cells beside the agent that the search did not look around have a line of their own. Then the agent's cell has
-    what lies beside it, in the order of the actions: each cell, its mark (`+ . !`, or `=` where the edge keeps the
-    agent on its own), and how many holes lie beside that cell (0 for a hole and the goal). Last is each action behind
-    the three marks of where it may lead.
+    The agent's line ends at its name. Then each cell beside it has a line, in the order of the actions: its name and
+    mark, `+ . !`, or the agent's own cell and `=` where the edge would keep it there; behind ice `>` and what lies
+    around it, each with the number of holes so far. Last is each action behind what is said of the three cells where
+    it may lead: mark and holes around it (0 where they were not looked for).
 
     >>> print(think_slips(("SFFF", "FHFH", "FFFH", "HFFG"), 14))
     33>32A32 23H
-    31>30H 21F
-    22>21F 23H 12F
-    A32> 31.1 32=0 33+0 22.1
+    A32>
+    31.>30H1 32A1 21F1
+    32=
+    33+
+    22.>21F0 32A0 23H1 12F1
     .1.1=0LEFT
     .1=0+0DOWN
     =0+0.1RIGHT
     +0.1.1UP
     """
-    here, around = _cell(grid, state), partial(_around_on_map, grid)
-    name = partial(cell_name, grid)
-    lines, steps, looked_around = _search(_goals(grid), here, around, name, "H")
-    marks = []
+    here, around, name = _cell(grid, state), partial(_around_on_map, grid), partial(cell_name, grid)
+    lines, steps = _search(_goals(grid), here, around, name, "H")
+    lines.append(f"A{name(here)}>")
+    said = []  # of the cells where the actions would lead without a slip
     for cell in _beside(here):
-        stands = cell if _is_on_map(grid, cell) else here
-        what = _cell_name(grid, stands)
-        if what == "ice" and stands not in (here, *looked_around):
-            beyond = [f"{name(near)}{letter}" for _, near, letter in around(stands) if near != here]
-            lines.append(f"{name(stands)}>{' '.join(beyond)}")
-        mark = "=" if stands == here else _mark(steps, here, stands, grid[stands[0]][stands[1]], "H")
-        holes = sum(letter == "H" for _, _, letter in around(stands)) if what == "ice" else 0
-        marks.append((name(stands), f"{mark}{holes}"))
-    lines.append(f"A{name(here)}> {' '.join(cell + mark for cell, mark in marks)}")
+        end = cell if _is_on_map(grid, cell) else here
+        mark = "=" if end == here else _mark(steps, here, end, grid[end[0]][end[1]], "H")
+        line, holes = f"{name(end)}{mark}", 0
+        if end != here and _cell_name(grid, end) == "ice":
+            seen = []
+            for _, near, letter in around(end):
+                holes += letter == "H"
+                seen.append(f"{name(near)}{'A' if near == here else letter}{holes}")
+            line += f">{' '.join(seen)}"
+        lines.append(line)
+        said.append(f"{mark}{holes}")
     for index, action in enumerate(ACTIONS):
-        aside = (marks[side % len(marks)][1] for side in (index - 1, index, index + 1))
-        lines.append(f"{''.join(aside)}{action}")
+        lines.append(said[index - 1] + said[index] + said[(index + 1) % len(said)] + action)
     return "\n".join(lines)
 
 
@@ -288,7 +292,7 @@ def search_text(
     h02>01A01 03-
     A01> 00.LEFT 02+RIGHT
     """
-    lines, steps, _ = _search(goals, here, around, name, hole)
+    lines, steps = _search(goals, here, around, name, hole)
     # The mark directly before the action, and in no other line: a model that attends to what stood behind a `+` copies
     # it into the answer
     beside_agent = [
@@ -303,13 +307,12 @@ def _search(
     around: Callable[[Cell], Sequence[tuple[str, Cell, str]]],
     name: Callable[[Cell], str],
     hole: str,
-) -> tuple[list[str], dict[Cell, int], list[Cell]]:
-    """The lines of `search_text` up to the agent's own, steps to the nearest goal, and the cells looked around."""
+) -> tuple[list[str], dict[Cell, int]]:
+    """The lines of `search_text` up to the agent's own, and steps from each cell to the nearest goal."""
     queue, turns = deque(("", goal) for goal in goals), cycle(TURNS)
-    steps, lines, looked_around = dict.fromkeys(goals, 0), [], []
+    steps, lines = dict.fromkeys(goals, 0), []
     while queue and here not in steps:
         turn, cell = queue.popleft()
-        looked_around.append(cell)
         marks = []
         for _, near, letter in around(cell):
             mark = "-" if near in steps else letter
@@ -320,7 +323,7 @@ def _search(
         for _, near in queue:
             steps.setdefault(near, steps[cell] + 1)
         lines.append(f"{turn}{name(cell)}>{' '.join(marks)}")
-    return lines, steps, looked_around
+    return lines, steps
 
 
 def _mark(steps: dict[Cell, int], here: Cell, near: Cell, letter: str, hole: str) -> str:
@@ -342,7 +345,7 @@ def _looked_up(grid: Grid, cell: Cell) -> str:
 
 # A new thought is one entry
 THOUGHTS = {"place": think_place, "neighbours": think_neighbours, "ways": think_ways, "search": think_search}
-SLIPPERY_THOUGHTS = THOUGHTS | {"search": think_slips}
+SLIPPERY_THOUGHTS = THOUGHTS | {"search": think_slips}  # what differs where the ice is slippery
 
 
 def thought_text(grid: Grid, state: int, thought: str = "place", is_slippery: bool = False) -> str:

@@ -1,16 +1,17 @@
-"""How far the words of an observation reach on maps never seen: a small network reads them in the model's place.
+"""How far the words of an observation or a thought reach on maps never seen: a small network reads them.
 
-    python benchmarks/observation_probe.py --output runs/observation_probe.json    # 4 minutes on two CPU cores
+    python benchmarks/observation_probe.py --output runs/observation_probe.json    # 5 minutes on two CPU cores
 
 Maps and test maps are those of configs/random_maps.yaml. The network is given each state's phrases, in no order because
 each names its own place, and raises the probability of the expert's best actions. What it reaches without the lines of
-the map estimates what a policy can do that does not read the map.
+the map estimates what a policy can do that does not read the map; the marks of a search, one whose thought read it.
 """
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -18,7 +19,7 @@ from llm_policy.startup import announce
 
 announce(
     __name__,
-    "PyTorch, Transformers and TRL. Then small networks read the words of 2,200 maps, about 4 minutes on two CPU cores",
+    "PyTorch, Transformers and TRL. Then small networks read the words of 2,200 maps, about 5 minutes on two CPU cores",
 )
 
 import numpy as np
@@ -29,23 +30,17 @@ from tqdm import tqdm
 
 from llm_policy.command_line import parse_arguments
 from llm_policy.environments.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
-from llm_policy.environments.frozen_lake import Grid, acting_states, lake_mdp
+from llm_policy.environments.frozen_lake import ACTIONS, Grid, acting_states, lake_mdp
 from llm_policy.environments.mdp import optimal_actions, optimal_return, policy_return
 from llm_policy.errors import run_script
-from prompts import observation_text
+from prompts import observation_text, thought_text
 from tasks.tabular import held_out
 
 MAPS, TEST_MAPS, TEST_MAP_SEED = 2200, 200, 1  # as in configs/random_maps.yaml
-READERS = {  # label: observation, and whether the lines of the map are read, too
-    "place": ("coordinates", False),
-    "place and neighbours": ("neighbours", False),
-    "place, neighbours and ways on": ("ways", False),
-    "place and map": ("coordinates", True),
-}
 HIDDEN_UNITS, EPOCHS, BATCH_STATES, LEARNING_RATE, WEIGHT_DECAY = 128, 15, 64, 2e-3, 1e-2
 
 
-def phrases(grid: Grid, state: int, observation: str, reads_map: bool) -> list[str]:
+def observed(grid: Grid, state: int, is_slippery: bool, observation: str, reads_map: bool = False) -> list[str]:
     """What is read of one state: the phrases around the map, and each cell with its place if `reads_map`."""
     lines = observation_text(grid, state, observation).splitlines()
     around = [phrase for line in lines if not set(line) <= set("SFHGA ") for phrase in line.rstrip(".").split(", ")]
@@ -53,14 +48,29 @@ def phrases(grid: Grid, state: int, observation: str, reads_map: bool) -> list[s
     return around + cells if reads_map else around
 
 
+def searched(grid: Grid, state: int, is_slippery: bool) -> list[str]:
+    """What a search ends with: the mark of each cell beside the agent, on slippery ice those of each action in turn."""
+    lines = thought_text(grid, state, "search", is_slippery).splitlines()
+    if not is_slippery:
+        return [word[2:] for word in lines[-1].split("> ")[1].split()]
+    return [f"{line[6:]} {i}: {line[i : i + 2]}" for line in lines[-len(ACTIONS) :] for i in (0, 2, 4)]
+
+
+READERS = {  # label: (map, state, whether the ice is slippery) -> phrases
+    "place": partial(observed, observation="coordinates"),
+    "place and neighbours": partial(observed, observation="neighbours"),
+    "place, neighbours and ways on": partial(observed, observation="ways"),
+    "what a search ends with": searched,
+    "place and map": partial(observed, observation="coordinates", reads_map=True),
+}
+
+
 def percent_of_optimal(
-    table: pd.DataFrame, grids: list[Grid], is_slippery: bool, observation: str, reads_map: bool, seed: int
+    table: pd.DataFrame, grids: list[Grid], is_slippery: bool, reader: Callable[[Grid, int, bool], list[str]], seed: int
 ) -> float:
     """The trained network's greedy success as a share of the optimum's, in percent, the mean over `grids`."""
     torch.manual_seed(seed)
-    read = [
-        phrases(grid, state, observation, reads_map) for grid, state in zip(table["grid"], table["state"], strict=True)
-    ]
+    read = [reader(grid, state, is_slippery) for grid, state in zip(table["grid"], table["state"], strict=True)]
     index = {phrase: place for place, phrase in enumerate(sorted({p for found in read for p in found}))}
 
     def features(found: list[list[str]]) -> torch.Tensor:
@@ -89,7 +99,7 @@ def percent_of_optimal(
         lake, states = lake_mdp(grid, is_slippery), acting_states(grid)
         action_S = np.zeros(len(lake.next_states_SAK), int)
         with torch.no_grad():
-            logits = network(features([phrases(grid, state, observation, reads_map) for state in states]))
+            logits = network(features([reader(grid, state, is_slippery) for state in states]))
         action_S[states] = logits.argmax(1)
         percents.append(100 * policy_return(lake, np.eye(best_NA.shape[1])[action_S]) / optimal_return(lake))
     return float(np.mean(percents))
@@ -117,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             tables[slip] = expert, [lake.grid for lake in lakes]
     print(f"training {len(runs)} networks ...", flush=True)
     for slip, label, seed in tqdm(runs, unit="network"):
-        percent = percent_of_optimal(*tables[slip], slip, *READERS[label], seed)
+        percent = percent_of_optimal(*tables[slip], slip, READERS[label], seed)
         found[label].setdefault("slippery" if slip else "not slippery", []).append(percent)
     save_figures(options.output, {"seeds": options.seeds, "percent_of_optimal": found})
     for label, percents in found.items():

@@ -13,17 +13,22 @@ from llm_policy.report import maps
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 import observation_probe
-from observation_probe import READERS, main, percent_of_optimal, phrases
+from observation_probe import READERS, main, observed, percent_of_optimal, searched
 
 GRID = ("SFFF", "FHFH", "FFFH", "HFFG")
 
 
 def test_around_the_map_nothing_of_the_map_is_read():
     place, neighbours = ["You are at row 0", "column 2"], ["LEFT: ice", "DOWN: ice", "RIGHT: ice", "UP: edge"]
-    assert phrases(GRID, 2, "neighbours", False) == place + neighbours
+    assert observed(GRID, 2, False, "neighbours") == place + neighbours
     ways = ["LEFT: ice with 1 way on", "DOWN: ice with 1 way on", "RIGHT: ice with 0 ways on", "UP: edge"]
-    assert phrases(GRID, 2, "ways", False) == place + ways
-    assert phrases(GRID, 2, "coordinates", True)[1:4] == ["column 2", "cell 0: S", "cell 1: F"]
+    assert observed(GRID, 2, False, "ways") == place + ways
+    assert observed(GRID, 2, False, "coordinates", reads_map=True)[1:4] == ["column 2", "cell 0: S", "cell 1: F"]
+
+
+def test_of_a_search_its_marks_are_read():
+    assert searched(GRID, 14, is_slippery=False) == [".LEFT", "+RIGHT", ".UP"]
+    assert searched(GRID, 14, is_slippery=True)[:4] == ["LEFT 0: .1", "LEFT 1: .1", "LEFT 2: =0", "DOWN 0: .1"]
 
 
 MIRRORED = ("HSFG",), ("GFSH",)  # RIGHT in one, LEFT in the other: the place alone does not tell which
@@ -40,9 +45,9 @@ def states_with_q(grids, is_slippery, copies=60) -> pd.DataFrame:
 @pytest.mark.parametrize("is_slippery", [False, True])
 def test_the_network_learns_what_it_is_shown_enough_of(is_slippery):
     one, two = states_with_q([GRID], is_slippery), states_with_q(MIRRORED, is_slippery)
-    assert percent_of_optimal(one, [GRID], is_slippery, *READERS["place"], seed=1) == pytest.approx(100.0)
-    assert percent_of_optimal(two, MIRRORED, is_slippery, *READERS["place"], seed=1) < 90
-    assert percent_of_optimal(two, MIRRORED, is_slippery, *READERS["place and map"], seed=1) == pytest.approx(100.0)
+    assert percent_of_optimal(one, [GRID], is_slippery, READERS["place"], seed=1) == pytest.approx(100.0)
+    assert percent_of_optimal(two, MIRRORED, is_slippery, READERS["place"], seed=1) < 90
+    assert percent_of_optimal(two, MIRRORED, is_slippery, READERS["place and map"], seed=1) == pytest.approx(100.0)
 
 
 def test_the_file_is_what_the_report_reads(tmp_path, monkeypatch):

@@ -81,12 +81,16 @@ THINKING = [
 ON_SLIPPERY_ICE = [
     (
         GRID, 14,
-        "33>32A32 23H|31>30H 21F|22>21F 23H 12F|A32> 31.1 32=0 33+0 22.1|.1.1=0LEFT|.1=0+0DOWN|=0+0.1RIGHT|+0.1.1UP",
+        "33>32A32 23H|A32>|31.>30H1 32A1 21F1|32=|33+|22.>21F0 32A0 23H1 12F1|"
+        ".1.1=0LEFT|.1=0+0DOWN|=0+0.1RIGHT|+0.1.1UP",
     ),
-    (("SFG",), 0, "02>01g01|g01>00A00 02-|A00> 00=0 00=0 01+0 00=0|=0=0=0LEFT|=0=0+0DOWN|=0+0=0RIGHT|+0=0=0UP"),
+    (
+        ("SFG",), 0,
+        "02>01g01|g01>00A00 02-|A00>|00=|00=|01+>00A0 02G0|00=|=0=0=0LEFT|=0=0+0DOWN|=0+0=0RIGHT|+0=0=0UP",
+    ),
     (
         ("SHG", "FHF"), 3,  # no way
-        "02>01H 12g12|g12>11H 02-|00>01H|A10> 10=1 10=1 11!0 00.1|.1=1=1LEFT|=1=1!0DOWN|=1!0.1RIGHT|!0.1=1UP",
+        "02>01H 12g12|g12>11H 02-|A10>|10=|10=|11!|00.>10A0 01H1|.1=0=0LEFT|=0=0!0DOWN|=0!0.1RIGHT|!0.1=0UP",
     ),
 ]  # fmt: skip
 
@@ -112,7 +116,9 @@ def test_on_slippery_ice_marks_are_those_of_the_cells_that_the_dynamics_lead_to(
         beside = [(row + down, column + right) for down, right in MOVES]
         holes = sum(grid[r][c] == "H" for r, c in beside if 0 <= r < 5 and 0 <= c < 5)
         nearer = "+" if distance_S[end] < distance_S[state] else "."
-        return f"{ {'H': '!'}.get(cells[end], '=' if end == state else nearer) }{0 if cells[end] in 'HG' else holes}"
+        if cells[end] == "H" or end == state:
+            return "!0" if cells[end] == "H" else "=0"
+        return f"{nearer}{0 if cells[end] == 'G' else holes}"
 
     for state in acting_states(grid):
         last = thought_text(grid, state, "search", is_slippery=True).splitlines()[-len(ACTIONS) :]

@@ -542,6 +542,25 @@ def test_thoughts_have_a_table_of_their_own(results):
         "| **60.0** (50.0, 70.0) | 2.0 | 1.0 | 9.0, 9.0 of 11.0 |  | 95.1, 95.1 % | 99.0, 99.0 % | 50, 70 % "
         f"| 75 / 5 / 20, 75 / 5 / 20 % | 2, 2 | 30, 30 | 4, 4 | {WHEN} |"
     ]
+    # The second seed with --judge_warm_start false
+    evaluation["policies"].pop()
+    del evaluation["thoughts"]["warm start, greedy"]
+    (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    section = maps.thoughts_section(maps.of_maps(lakes.training_results())["thoughts"])
+    assert "| 2.0 | 1.0 | 9.0, 9.0 of 11.0 |  | 95.1, - % | 99.0, 99.0 % |" in section
+
+
+def test_a_row_of_the_warm_start_is_of_the_seeds_that_judged_it(results):
+    for seed in (1, 2, 3):
+        folder = results / f"canonical/canonical_slippery/seed-{seed}"
+        write_seed(folder, 0.5)
+        evaluation = json.loads((folder / "evaluation.json").read_text())
+        evaluation["policies"] += [policy("warm start, greedy", 0.02, 1)] * (seed > 1)
+        (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    seeds = lakes.training_results()["canonical_slippery"]
+    [row] = lakes.warm_start_rows(seeds)
+    assert row[:3] == ["*warm start, greedy, slippery*", 2, "**0.0200** (0.0200, 0.0200)"]
+    assert lakes.warm_start_rows(seeds[:1]) == []
 
 
 def test_a_thought_that_looks_at_nothing_has_empty_cells(results):

@@ -275,6 +275,7 @@ def test_a_thought_that_looks_has_to_be_true(thought, tmp_path):
     assert task.is_reply(prompt, others[0]) == (thought == "place")
     assert not task.is_reply(prompt, replies[0].replace("<answer>", "<answer>NORTH"))
     assert ("thought" in task.judge.settings) == (thought == "search")
+    assert ("LEFT\n" in replies[0]) == (thought == "search"), "on slippery ice a line for each action"
 
 
 # The exact expert --------------------------------------------------------------------------------------------------

@@ -529,14 +529,14 @@ def test_the_untrained_model_need_not_be_judged(answering_llama, tmp_path, capsy
     assert "untrained, greedy" not in names
 
 
-def test_the_warm_start_need_not_be_judged(tmp_path, capsys):
+def test_the_warm_start_need_not_be_judged(answering_llama, tmp_path, capsys):
     out = tmp_path / "out"
-    more = ("--warm_start", "always", "--warm_start_steps", "1", "--judge_warm_start", "false", "--max_steps", "1")
-    assert main(small_run(random_policy("llama"), out, *more)) == 0
+    assert main(small_run(answering_llama, out, "--judge_warm_start", "false", "--max_steps", 1)) == 0
     assert "judging the warmed-up model" not in capsys.readouterr().out
     assert not (out / "warm_start.json").exists()
-    names = [policy["policy"] for policy in json.loads((out / "evaluation.json").read_text())["policies"]]
-    assert {"untrained, greedy", "trained, greedy"} <= set(names)
+    assert "warm start 2 steps, GRPO 1" in (out / "result.txt").read_text()
+    names = {policy["policy"] for policy in json.loads((out / "evaluation.json").read_text())["policies"]}
+    assert {"untrained, greedy", "trained, greedy"} <= names
     assert "warm start, greedy" not in names
 
 

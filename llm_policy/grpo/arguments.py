@@ -47,7 +47,7 @@ NOT_GENERATED = ("num_beams", "num_return_sequences", "stop_strings", "cache_imp
 # What may differ when the result of a finished run is asked for again, and when a run is resumed
 SHOWN_OTHERWISE = (
     "output_dir", "resume_from_checkpoint", "report_to", "check", "logging_steps", "log_completions", "disable_tqdm",
-    "save_strategy", "save_steps", "save_total_limit",
+    "save_strategy", "save_steps", "save_total_limit", "judge_warm_start",
 )  # fmt: skip
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation")  # of other processes
 IN_PIECES = {  # what a run under FSDP must say: TRL's own pass, and no judgement

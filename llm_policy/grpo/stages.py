@@ -87,7 +87,7 @@ def beginning(
     model: PreTrainedModel, lora: LoraConfig, folders: Sequence[Path], task, reader: Reader, script: WarmStartArguments,
     seed: int, output_dir: Path, stop: StopOnSignal, has_begun: bool, taught_from: str,
 ) -> Beginning:  # fmt: skip
-    """Judge the untrained model, teach the form of an answer, judge what that comes to alone; judge if asked to.
+    """Teach the form of an answer, and judge the model before and after that where asked to.
 
     Args:
         folders: adapters that are in `model` already.

@@ -129,7 +129,7 @@ def results_section(results: Mapping[str, list[dict]]) -> str:
         seeds = next((seeds for seeds in on_canonical_first if seeds[0]["is_slippery"] is is_slippery), None)
         rows += _baseline_rows(seeds[0]) if seeds else []
         of_this_ice = [seeds for seeds in results.values() if seeds[0]["is_slippery"] is is_slippery]
-        rows += [warm_start_row(seeds) for seeds in of_this_ice if WARM_START in seeds[0]["policies"]][:1]
+        rows += [row for seeds in of_this_ice for row in warm_start_rows(seeds)][:1]
     return markdown(headers, rows)
 
 
@@ -165,13 +165,16 @@ def _baseline_rows(seed: dict) -> list[list[object]]:
     ]
 
 
-def warm_start_row(seeds: Sequence[dict]) -> list[object]:
-    """What the form alone comes to, before GRPO: which share of a result is the warm start's."""
+def warm_start_rows(seeds: Sequence[dict]) -> list[list[object]]:
+    """What the form alone comes to, before GRPO: which share of a result is the warm start's. A row, or none."""
+    seeds = [seed for seed in seeds if WARM_START in seed["policies"]]
+    if not seeds:
+        return []
     rows = [seed["policies"][WARM_START] for seed in seeds]
     states = each(rows, lambda row: format(row["optimal_states"], ".0f"), f" of {rows[0]['acting_states']:.0f}")
     scores = [values(rows, name) for name in ("success_probability", "success_at_horizon")]
     ice = "slippery" if seeds[0]["is_slippery"] else "not slippery"
-    return [f"*{WARM_START}, {ice}*", len(seeds), *scores, "", states, "", "", made_by(seeds)]
+    return [[f"*{WARM_START}, {ice}*", len(seeds), *scores, "", states, "", "", made_by(seeds)]]
 
 
 def last_step(seed: dict) -> int:

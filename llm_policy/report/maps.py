@@ -103,9 +103,11 @@ def _tokens(seed: dict) -> float:
 
 
 def _true_thoughts(seeds: Sequence[dict], policy: str) -> str:
-    """Empty where the thought looks at nothing."""
-    shares = [seed["thoughts"][policy]["true_thoughts"] for seed in seeds if policy in seed["thoughts"]]
-    return each(shares, lambda share: f"{100 * share:.1f}", " %") if shares else ""
+    """Of each seed, and `-` for one in which they were not judged. Empty where the thought looks at nothing."""
+    shares = [seed["thoughts"].get(policy, {}).get("true_thoughts") for seed in seeds]
+    if not any(share is not None for share in shares):
+        return ""
+    return each(shares, lambda share: "-" if share is None else f"{100 * share:.1f}", " %")
 
 
 def _followed(seeds: Sequence[dict]) -> tuple[str, str]:
@@ -196,7 +198,7 @@ def _leads_into(grid: Grid, left: int, reached: int) -> str:
 
 
 def probe_section(file: Path) -> str:
-    """What a small network reaches that reads these parts of an observation."""
+    """What a small network reaches that reads these parts of an observation or a thought."""
     found = files.read_json(file)["percent_of_optimal"]
     dynamics = list(next(iter(found.values())))
     headers = ["a small network reads", *(f"{name}, percent of the optimum" for name in dynamics), "date, commit"]

@@ -69,8 +69,8 @@ def questions_section(runs: Mapping[str, list[dict]]) -> str:
         policies = [seed["policies"] for seed in seeds]
         shares = [_percents([found.get(policy) for found in policies]) for policy in (UNTRAINED, WARM_START, SAMPLED)]
         chance = each(seeds, lambda seed: f"{100 * max(seed['baselines'].values()):.0f}")
-        pairs = [(found.get(WARM_START, found[UNTRAINED])["right"], found[TRAINED]["right"]) for found in policies]
-        changed = [_changed(before, after) for before, after in pairs]
+        judged_before = [found for found in policies if WARM_START in found]
+        changed = [_changed(found[WARM_START]["right"], found[TRAINED]["right"]) for found in judged_before]
         rows.append(
             [
                 link(name, QUESTIONS, name),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from llm_policy.report.cells import each, link, listed, markdown, values
 from llm_policy.report.dates import made_by
-from llm_policy.report.lakes import first_optimum, last_step, trained_greedy, warm_start_row, write_curves
+from llm_policy.report.lakes import first_optimum, last_step, trained_greedy, warm_start_rows, write_curves
 from llm_policy.report.studies import SAMPLED, SUPERVISION, TRAINED
 
 # Reinforcement first: name of the result -> label
@@ -52,8 +52,9 @@ def supervision_section(results: Mapping[str, list[dict]]) -> str:
                 made_by(seeds),
             ]
         )
-    name, seeds, success, _, _, states, *_, made_in = warm_start_row(results["cloning_slippery"])
-    return markdown(headers, [*rows, [name, seeds, "", success, "", states, "", "", "", made_in]])
+    for name, seeds, success, _, _, states, *_, made_in in warm_start_rows(results["cloning_slippery"]):
+        rows.append([name, seeds, "", success, "", states, "", "", "", made_in])
+    return markdown(headers, rows)
 
 
 def flaws_section(results: Mapping[str, list[dict]]) -> str:
