@@ -53,7 +53,7 @@ def searched(grid: Grid, state: int, is_slippery: bool) -> list[str]:
     lines = thought_text(grid, state, "search", is_slippery).splitlines()
     if not is_slippery:
         return [word[2:] for word in lines[-1].split("> ")[1].split()]
-    return [f"{line[6:]} {i}: {line[i : i + 2]}" for line in lines[-len(ACTIONS) :] for i in (0, 2, 4)]
+    return [f"{line[6:]} {i}: {line[2 * i : 2 * i + 2]}" for line in lines[-len(ACTIONS) :] for i in range(3)]
 
 
 READERS = {  # label: (map, state, whether the ice is slippery) -> phrases

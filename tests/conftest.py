@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from tiny_models import build_tiny_model
@@ -18,6 +19,8 @@ from llm_policy.models import load_model, load_tokenizer
 from prompts import format_example, policy_messages
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine is no fault
+hypothesis.settings.load_profile("untimed")
 
 
 def taught_model(folder: Path, architecture: str, steps: int = 120, **options) -> Path:

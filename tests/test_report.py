@@ -552,12 +552,12 @@ def test_thoughts_have_a_table_of_their_own(results):
 
 def test_a_row_of_the_warm_start_is_of_the_seeds_that_judged_it(results):
     for seed in (1, 2, 3):
-        folder = results / f"canonical/canonical_slippery/seed-{seed}"
+        folder = results / f"canonical/natural_slippery/seed-{seed}"
         write_seed(folder, 0.5)
         evaluation = json.loads((folder / "evaluation.json").read_text())
         evaluation["policies"] += [policy("warm start, greedy", 0.02, 1)] * (seed > 1)
         (folder / "evaluation.json").write_text(json.dumps(evaluation))
-    seeds = lakes.training_results()["canonical_slippery"]
+    seeds = lakes.training_results()["natural_slippery"]
     [row] = lakes.warm_start_rows(seeds)
     assert row[:3] == ["*warm start, greedy, slippery*", 2, "**0.0200** (0.0200, 0.0200)"]
     assert lakes.warm_start_rows(seeds[:1]) == []

@@ -362,17 +362,17 @@ def test_a_guess_is_taken_up_again_where_it_says_the_same(monkeypatch):
     assert sampling._guessed_next(guess, [9, 9, 2, 3], again=0) == []
 
 
-@pytest.mark.parametrize(("prompts", "then"), [(1, [(1, 4)]), (4, [(4, 2), (4, 2)])])
-def test_the_rows_of_a_pass_share_what_is_guessed_again(prompts, then, monkeypatch):
+@pytest.mark.parametrize(("rows", "then"), [(1, [(1, 4)]), (4, [(4, 2), (4, 2)])])
+def test_the_rows_of_a_pass_share_what_is_guessed_again(rows, then, monkeypatch):
     monkeypatch.setattr(sampling, "FOUND_AGAIN", 2)
     monkeypatch.setattr(sampling, "GUESSED_AGAIN", 4)
     model, config = random_policy("llama"), generation(**GREEDY)
-    alone = [generated_alone(model, prompt, config) for prompt in PROMPTS[:prompts]]
+    alone = generated_alone(model, PROMPTS[0], config)
+    others = [token for token in range(3, model.config.vocab_size) if token not in alone][:2]
     shapes = model_passes(model)
-    others = [[token for token in range(3, model.config.vocab_size) if token not in found][:2] for found in alone]
-    guesses = [[*other, *found[2:]] for other, found in zip(others, alone, strict=True)]
-    assert sample_completions(model, PROMPTS[:prompts], config, guesses=guesses) == alone
-    assert shapes == [(prompts, 8), (prompts, 7), (prompts, 1), (prompts, 1), *then]
+    guesses = [[*others, *alone[2:]]] * rows
+    assert sample_completions(model, PROMPTS[:1] * rows, config, guesses=guesses) == [alone] * rows
+    assert shapes == [(rows, 8), (rows, 7), (rows, 1), (rows, 1), *then]
 
 
 def test_a_right_guess_goes_on_beside_a_wrong_one():
