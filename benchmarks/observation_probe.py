@@ -1,6 +1,6 @@
 """How far the words of an observation or a thought reach on maps never seen: a small network reads them.
 
-    python benchmarks/observation_probe.py --output runs/observation_probe.json    # 5 minutes on two CPU cores
+    python benchmarks/observation_probe.py --output runs/observation_probe.json    # 4 minutes on two CPU cores
 
 Maps and test maps are those of configs/random_maps.yaml. The network is given each state's phrases, in no order because
 each names its own place, and raises the probability of the expert's best actions. What it reaches without the lines of
@@ -19,7 +19,7 @@ from llm_policy.startup import announce
 
 announce(
     __name__,
-    "PyTorch, Transformers and TRL. Then small networks read the words of 2,200 maps, about 5 minutes on two CPU cores",
+    "PyTorch, Transformers and TRL. Then small networks read the words of 2,200 maps, about 4 minutes on two CPU cores",
 )
 
 import numpy as np

@@ -28,8 +28,8 @@ NOT_SAMPLING = {
 }  # fmt: skip
 LOGITS_PER_PASS = 2**28  # at most so many at the same time (0.5 GB in bfloat16)
 GUESSED_PER_PASS = 64  # tokens of a row: what stands behind a wrong guess, or a shorter row's end, is for nothing
-# Tokens of all rows of a pass, where guesses have failed: 16 a row took four times as long as none while a model was
-# half taught (LOG.md)
+# Tokens of all rows of a pass, where guesses have failed: 16 a row took nearly four times as long as none while a model
+# was half taught (LOG.md)
 GUESSED_AGAIN = 16
 FOUND_AGAIN = 3  # tokens in a row that stand in the guess, too
 

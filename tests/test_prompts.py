@@ -116,8 +116,10 @@ def test_on_slippery_ice_marks_are_those_of_the_cells_that_the_dynamics_lead_to(
         beside = [(row + down, column + right) for down, right in MOVES]
         holes = sum(grid[r][c] == "H" for r, c in beside if 0 <= r < 5 and 0 <= c < 5)
         nearer = "+" if distance_S[end] < distance_S[state] else "."
-        if cells[end] == "H" or end == state:
-            return "!0" if cells[end] == "H" else "=0"
+        if cells[end] == "H":
+            return "!0"
+        if end == state:
+            return "=0"
         return f"{nearer}{0 if cells[end] == 'G' else holes}"
 
     for state in acting_states(grid):
