@@ -35,7 +35,7 @@ from llm_policy.grpo.stages import WARM_START_FOLDER
 from llm_policy.hardware import take_granted_threads
 from llm_policy.interruption import RESUME
 from llm_policy.models import context_tokens, load_model, load_tokenizer
-from llm_policy.number_format import faster_format
+from llm_policy.number_format import cost_of, faster_format
 from llm_policy.policy_gradient.arguments import EXTRA
 from llm_policy.run_files import (
     CONFIG_FILE,
@@ -55,6 +55,7 @@ OF_LANGUAGE_MODELS = ("observation", "thought", "max_completion_length", "dtype"
 OWN_FILES = (EVALUATION_FILE, PICTURE_FILE, THOUGHTS_FILE)
 # What all runs of one table must have in common, and the task that has it (None: all)
 SHARED = {"task": None, "maps": "frozen_lake", "is_slippery": "frozen_lake", "target": "drawing", "wanted": "drawing"}
+WORDS = ("observation", "thought", "max_completion_length")
 # What decides on which questions a run of riddles or PIQA is judged
 ASKED = ("dataset", "test_dataset", "test_share", "test_questions", "split_seed", "options", "by_letter", "held_out")
 
@@ -69,8 +70,8 @@ class EvaluationArguments:
     task: str | None = field(default=None, metadata={"help": "Default: the run's, else frozen_lake."})
     map: str | None = field(default=None, metadata={"help": "Lake: 4x4, 8x8 or a text file. Default: the run's maps."})
     is_slippery: bool | None = field(default=None, metadata={"help": "Lake: slippery? Default: the run's, else true."})
-    observation: str | None = field(default=None, metadata={"help": "As in training. Default: the run's."})
-    thought: str | None = field(default=None, metadata={"help": "As in training. Default: the run's."})
+    observation: str | None = field(default=None, metadata={"help": "As in training. Default: the runs'."})
+    thought: str | None = field(default=None, metadata={"help": "As in training. Default: the runs'."})
     horizon_steps: int | None = field(
         default=None, metadata={"help": "Step limit. Default: the run's (PPO, TRPO), else the environment's."}
     )
@@ -83,7 +84,7 @@ class EvaluationArguments:
         metadata={"help": "Simulated episodes. Default: 1000 beside exact figures; without these, the run's."},
     )
     max_completion_length: int | None = field(
-        default=None, metadata={"help": "Tokens a completion may have. Default: the run's, else 64."}
+        default=None, metadata={"help": "Tokens a completion may have. Default: the runs', else 64."}
     )
     dtype: str | None = field(
         default=None, metadata={"help": "Weights: bfloat16, float16 or float32. Default: the run's, else the faster."}
@@ -111,7 +112,10 @@ def task_of(settings: dict) -> str:
 
 
 def shared_settings(runs: dict[str, dict], arguments: EvaluationArguments) -> dict:
-    """Task, maps and dynamics that all runs among the policies have; `InputError` where they differ."""
+    """Task, maps, dynamics and, if they agree on them, words of all runs among the policies.
+
+    `InputError` where they differ in what one table must have in common.
+    """
     if arguments.task and getattr(task_module(arguments.task), "JUDGES_ANY_RUN", False):
         if others := [name for name, settings in runs.items() if "algorithm" in settings]:
             raise InputError(f"--policies {others[0]}: --task {arguments.task} judges language models; leave it out")
@@ -146,6 +150,10 @@ def shared_settings(runs: dict[str, dict], arguments: EvaluationArguments) -> di
         )
     if limits:
         shared["horizon_steps"] = limits.pop()
+    for key in WORDS:  # in which a model without a run is asked as well
+        said = {settings.get(key) for settings in known.values() if "algorithm" not in settings}
+        if len(said) == 1 and said != {None}:
+            shared[key] = said.pop()
     return shared | shared_questions(known, arguments)
 
 
@@ -198,13 +206,16 @@ def model_answers(name: str, settings: dict, arguments: EvaluationArguments, sha
     if not is_run and ((folder / WARM_START_FOLDER).is_dir() or run_settings(folder).get("on_adapter")):
         raise InputError(f"--policies {name}: trained on top of an adapter; judge the run's folder, {folder}")
     if is_run and not (Path(name) / "adapter_config.json").exists():
-        raise InputError(f"--policies {name}: is not finished; {RESUME} goes on with it")
+        raise InputError(f"--policies {name}: is not finished; {RESUME} resumes it")
     print(f"loading and judging {name}", flush=True)
     tokenizer = load_tokenizer(name)
+    settings = settings | shared
     tokens = arguments.max_completion_length or settings.get("max_completion_length", 64)
-    judge = judge_of(arguments, settings | shared, Reader(tokenizer, tokens))
+    judge = judge_of(arguments, settings, Reader(tokenizer, tokens))
     on_gpu = torch.cuda.is_available()
     dtype = arguments.dtype or settings.get("dtype") or faster_format(on_gpu)[0]
+    if line := cost_of(dtype, on_gpu):
+        print(line, flush=True)
     quantization = quantization_of(settings | {"dtype": dtype})
     device = torch.device("cuda" if on_gpu else "cpu")
     model = load_model(name, dtype, quantization_config=quantization, device=device)
@@ -266,6 +277,10 @@ def episodes_beside_each_other(arguments: EvaluationArguments, runs: dict[str, d
     return Comparison(compared.text, compared.save)
 
 
+def _is_trained(settings: dict) -> bool:
+    return any(name in settings for name in ("task", "algorithm", "maps"))
+
+
 def judge_policies(arguments: EvaluationArguments) -> Comparison:
     """All policies beside each other, printed."""
     if threads := take_granted_threads():
@@ -276,6 +291,8 @@ def judge_policies(arguments: EvaluationArguments) -> Comparison:
     for name in models:
         check_finished(Path(name))
     runs = {name: settings_of(name) for name in models}
+    if searches := [name for name, settings in runs.items() if "env_id" in settings and not _is_trained(settings)]:
+        raise InputError(f"--policies {searches[0]}: is a run of search_policy.py; its result.txt is its judgement")
     if any(settings.get("algorithm") and "task" not in settings for settings in runs.values()):
         return episodes_beside_each_other(arguments, runs)
     shared = shared_settings(runs, arguments)

@@ -178,7 +178,7 @@ def policy_messages(grid: Grid, state: int, is_slippery: bool, observation: str 
 # Thoughts: what the warm start teaches, (grid, row-major index of the agent's cell) -> text. All of it follows from the
 # map and the dynamics, prefers no action, and needs no more than the words before it and a look at the map. In order
 # they are 11, 26, 67 and 118 tokens in the mean of 300 maps of 4x4, and at most 11, 30, 107 and 271; the search on
-# slippery ice 187 and 339 (100 maps).
+# slippery ice 218 and 370 (100 maps).
 
 
 def think_place(grid: Grid, state: int) -> str:
@@ -216,41 +216,40 @@ def think_search(grid: Grid, state: int, hole: str = "H") -> str:
 def think_slips(grid: Grid, state: int) -> str:
     """The same, and then where each action may slip to: for ice that is slippery.
 
-    The agent's line ends at its name. Then each cell beside it has a line, in the order of the actions: its name and
-    mark, `+ . !`, or the agent's own cell and `=` where the edge would keep it there; behind ice `>` and what lies
-    around it, each with the number of holes so far. Last is each action behind what is said of the three cells where
-    it may lead: mark and holes around it (0 where they were not looked for).
+    In the place of the agent's line each action has one: the cell that it would lead to without a slip, its mark
+    (`+ . !`, or `=` where the edge keeps the agent on its own), and behind ice `>` and what lies around that cell, each
+    with the number of holes so far; then once more the action, the mark, and the last such number (0 where there is
+    none). Last is each action behind what was said of itself and of the two that it may slip to. Words come before what
+    belongs to them, so that it is found again by the word.
 
     >>> print(think_slips(("SFFF", "FHFH", "FFFH", "HFFG"), 14))
     33>32A32 23H
-    A32>
-    31.>30H1 32A1 21F1
-    32=
-    33+
-    22.>21F0 32A0 23H1 12F1
-    .1.1=0LEFT
-    .1=0+0DOWN
-    =0+0.1RIGHT
-    +0.1.1UP
+    LEFT31.>30H1 32A1 21F1 LEFT.1
+    DOWN32= DOWN=0
+    RIGHT33+ RIGHT+0
+    UP22.>21F0 32A0 23H1 12F1 UP.1
+    UP.1LEFT.1DOWN=0>LEFT
+    LEFT.1DOWN=0RIGHT+0>DOWN
+    DOWN=0RIGHT+0UP.1>RIGHT
+    RIGHT+0UP.1LEFT.1>UP
     """
     here, around, name = _cell(grid, state), partial(_around_on_map, grid), partial(cell_name, grid)
     lines, steps = _search(_goals(grid), here, around, name, "H")
-    lines.append(f"A{name(here)}>")
-    said = []  # of the cells where the actions would lead without a slip
-    for cell in _beside(here):
+    said = []  # of each action
+    for action, cell in zip(ACTIONS, _beside(here), strict=True):
         end = cell if _is_on_map(grid, cell) else here
         mark = "=" if end == here else _mark(steps, here, end, grid[end[0]][end[1]], "H")
-        line, holes = f"{name(end)}{mark}", 0
+        line, holes = f"{action}{name(end)}{mark}", 0
         if end != here and _cell_name(grid, end) == "ice":
             seen = []
             for _, near, letter in around(end):
                 holes += letter == "H"
                 seen.append(f"{name(near)}{'A' if near == here else letter}{holes}")
             line += f">{' '.join(seen)}"
-        lines.append(line)
-        said.append(f"{mark}{holes}")
+        said.append(f"{action}{mark}{holes}")
+        lines.append(f"{line} {said[-1]}")
     for index, action in enumerate(ACTIONS):
-        lines.append(said[index - 1] + said[index] + said[(index + 1) % len(said)] + action)
+        lines.append(f"{said[index - 1]}{said[index]}{said[(index + 1) % len(said)]}>{action}")
     return "\n".join(lines)
 
 

@@ -16,6 +16,7 @@ from llm_policy.startup import announce
 announce(__name__)
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from llm_policy.command_line import parse_arguments
+from llm_policy.command_line import parse_arguments, take_config
 from llm_policy.environments.gym_env import GymEnvironment, read_env_options
 from llm_policy.errors import EXIT_INTERRUPTED, InputError, check_alone, check_choices, run_script, writing
 from llm_policy.hardware import device_text, take_granted_threads
@@ -47,6 +48,7 @@ from llm_policy.policy_search.parameters import SearchProblem, search_problem
 from llm_policy.policy_search.progress import cost_of, cost_text, progress_line
 from llm_policy.policy_search.prompts import environment_description
 from llm_policy.policy_search.proposers import (
+    MODEL_OWNERS,
     NAMES_WITHOUT_MODEL,
     HillClimbingProposer,
     ProposerSettings,
@@ -75,6 +77,7 @@ LARGEST_DESCRIPTION = 1_000_000  # bytes
 RESUMES = ("auto", "never")
 # What may differ when a run is resumed: where things are, and how patiently an endpoint is asked.
 FREE_TO_CHANGE = {"output_dir", "resume", "base_url", "endpoint_retries", "endpoint_timeout_seconds"}
+BEFORE_AN_ANSWER = {"model_name", "max_completion_tokens", "temperature"}  # an endpoint may refuse the first question
 
 
 @dataclass
@@ -111,6 +114,12 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Arguments, str]:
     """Command line and YAML file -> the groups of arguments, and the file's path. One-line `InputError`s."""
     groups = ScriptArguments, ProposerSettings, SearchSettings
     (script, proposing, settings), config = parse_arguments(argv, groups, description=__doc__)
+    words, _ = take_config(sys.argv[1:] if argv is None else list(argv), None)
+    named = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in words if word.startswith("--")}
+    for option, owners in MODEL_OWNERS.items():
+        if option in named and proposing.proposer not in owners:
+            whose = " or ".join(owners)
+            raise InputError(f"--{option}: is for --proposer {whose}, and this is --proposer {proposing.proposer}")
     if script.description_file is not None and not settings.describe_environment:
         raise InputError(f"--description_file {script.description_file}: needs --describe_environment true (ProPS+)")
     if script.output_dir is None:
@@ -125,9 +134,9 @@ def is_finished(folder: Path, arguments: Arguments) -> bool:
     check_output_dir(folder, resumes=True)
     if arguments[0].resume == "never" and (folder / CONFIG_FILE).exists():
         raise InputError(f"--output_dir {folder}: holds a run; choose another folder, delete it, or take --resume auto")
-    check_same_run(folder, arguments, FREE_TO_CHANGE)
-    if (folder / LOG_FILE).exists():
-        read_log(folder / LOG_FILE)  # a damaged one is refused here, before a model is loaded
+    records = read_log(folder / LOG_FILE) if (folder / LOG_FILE).exists() else []  # a damaged one is refused here
+    is_answered = any(record["kind"] == "answer" for record in records)
+    check_same_run(folder, arguments, FREE_TO_CHANGE if is_answered else FREE_TO_CHANGE | BEFORE_AN_ANSWER)
     return (folder / EVALUATION_FILE).exists() and (folder / RESULT_FILE).exists()
 
 
@@ -280,7 +289,7 @@ def run_search(folder: Path, arguments: Arguments, config: str) -> None:
         "horizon_steps": environment.horizon_steps,
         "is_exact": is_exact,
         "judge_episodes": None if is_exact else script.judge_episodes,
-        "method": method,
+        "method": None if proposing.proposer in NAMES_WITHOUT_MODEL else method,
         "searched": name,
         "seed": settings.seed,
         "policies": [row.as_dict() for row in compared.rows],
@@ -302,7 +311,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with only_process_in(folder):
             run_search(folder, arguments, config)
     except KeyboardInterrupt:
-        print(f"interrupted; {folder / LOG_FILE} holds the answers so far, and the same command resumes the run")
+        log, resumes = folder / LOG_FILE, "the same command resumes the run"
+        print(
+            f"interrupted; {log} holds the answers so far, and {resumes}" if log.exists() else f"interrupted; {resumes}"
+        )
         return EXIT_INTERRUPTED
     return 0
 

@@ -120,6 +120,6 @@ if [[ $code -eq 75 && $time_is_up == true && -n "${SLURM_JOB_ID:-}" ]]; then
   fi
 fi
 if [[ $code -ne 0 && $code -ne 2 && $code -ne 75 && -n "${SLURM_JOB_ID:-}" ]]; then
-  echo "ended with code $code; once the cause is gone, scontrol requeue ${SLURM_JOB_ID} goes on from the last checkpoint"
+  echo "ended with code $code; once the cause is gone, scontrol requeue ${SLURM_JOB_ID} resumes from the last checkpoint"
 fi
 exit "$code"

@@ -7,6 +7,7 @@ each names its own place, and raises the probability of the expert's best action
 the map estimates what a policy can do that does not read the map; the marks of a search, one whose thought read it.
 """
 
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -53,7 +54,8 @@ def searched(grid: Grid, state: int, is_slippery: bool) -> list[str]:
     lines = thought_text(grid, state, "search", is_slippery).splitlines()
     if not is_slippery:
         return [word[2:] for word in lines[-1].split("> ")[1].split()]
-    return [f"{line[6:]} {i}: {line[2 * i : 2 * i + 2]}" for line in lines[-len(ACTIONS) :] for i in range(3)]
+    said = [line.split(">") for line in lines[-len(ACTIONS) :]]
+    return [f"{action} {i}: {mark}" for marks, action in said for i, mark in enumerate(re.findall(r"\W\d", marks))]
 
 
 READERS = {  # label: (map, state, whether the ice is slippery) -> phrases

@@ -299,6 +299,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = runs / f"seed-{seed}"
         which = f"seed {seed}, {number} of {len(arguments.seeds)}"
         print(f"{which}: {arguments.script} in {run.relative_to(ROOT)}", flush=True)
+        if (target / run.name).exists() and not run.exists():
+            print(
+                f"warning: {(target / run.name).relative_to(ROOT)} holds seed {seed}, and its run is not here: it is "
+                "trained again; name the new seeds alone to add them",
+                file=sys.stderr,
+            )
         untrained = runs / f"seed-{whole_command.arguments.seeds[0]}" / "untrained.json"
         if arguments.share_untrained and untrained.exists() and not (run / untrained.name).exists():
             make_folder(run)

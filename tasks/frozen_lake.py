@@ -53,6 +53,8 @@ class Arguments(ExpertArguments):
     def __post_init__(self) -> None:
         check_choices(self, {"observation": tuple(OBSERVATIONS), "thought": tuple(THOUGHTS)})
         super().__post_init__()
+        if self.test_map_seed != type(self).test_map_seed and not self.test_maps:
+            raise InputError(f"--test_map_seed {self.test_map_seed}: is of maps that are held out; give --test_maps")
         if self.map_size != type(self).map_size and not self.draws_maps:
             raise InputError(f"--map_size {self.map_size}: is of maps that are drawn; give --random_maps, and no CSV")
 
@@ -109,6 +111,8 @@ def make_task(arguments: Arguments, training: GRPOConfig, tokenizer: PreTrainedT
         print(f"{source}: exact Q-values of {len(expert)} states", flush=True)
     else:
         source = arguments.expert_csv
+        if arguments.random_maps:
+            print(f"--random_maps {arguments.random_maps}: not used, because --expert_csv is given", flush=True)
         expert = read_expert(arguments, FrozenLake, is_slippery=arguments.is_slippery)
     expert, lakes = held_out(expert, arguments.test_maps, arguments.test_map_seed, source)
     if arguments.test_maps:

@@ -190,15 +190,16 @@ def prompt_tokens(
 def cut_replies(
     replies: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_completion_tokens: int
 ) -> list[Finding]:
-    """Replies that the warm start teaches and that no completion can hold."""
-    longest = max((len(reply_token_ids(reply, tokenizer)) for reply in replies), default=0)
-    if longest <= max_completion_tokens:
+    """Replies that the warm start teaches and that no completion can hold: an error where most are such."""
+    lengths = [len(reply_token_ids(reply, tokenizer)) for reply in replies]
+    cut = sum(length > max_completion_tokens for length in lengths)
+    if not cut:
         return []
     message = (
-        f"the warm start teaches replies of up to {longest} tokens, and completions are cut at "
-        f"{max_completion_tokens}, so that they cannot be well-formed; raise --max_completion_length"
+        f"the warm start teaches replies of up to {max(lengths)} tokens, and completions are cut at "
+        f"{max_completion_tokens}, so that {cut} of {len(lengths)} cannot be well-formed; raise --max_completion_length"
     )
-    return [Finding("cut replies", message)]
+    return [Finding("cut replies", message, is_error=2 * cut > len(lengths))]
 
 
 def bellman_residual(expert: pd.DataFrame, is_slippery: bool | None = None) -> tuple[float, float]:

@@ -255,7 +255,11 @@ class TableJudge:
                 **{name: answers[name] for name in TRUTH if name in answers},
             },
             verdict=verdict,
-            is_optimal=min(score.percent_of_optimal for score in scores) >= OPTIMAL_PERCENT,
+            # As good as the optimum, or as the expert, whose discount may ask for other actions
+            is_optimal=all(
+                score.percent_of_optimal >= OPTIMAL_PERCENT or score.optimal_states == score.acting_states
+                for score in scores
+            ),
             draw=draw,
         )
 

@@ -11,7 +11,7 @@ from tasks.tabular import ComputedExpertArguments, Words, single_environment_jud
 
 SYSTEM_PROMPT = (
     "Drive the taxi: fetch the passenger, bring them to the destination. Row 0 is north, column 0 west. Each step "
-    "costs 1, PICKUP or DROPOFF in a wrong place 10. Walls stop you. "
+    "costs 1, PICKUP or DROPOFF where it is not possible 10. Walls stop you. "
     "Reply <think>thought</think><answer>ACTION</answer>, "
     "ACTION is SOUTH, NORTH, EAST, WEST, PICKUP or DROPOFF."
 )

@@ -157,7 +157,7 @@ killed=$(submit 0 -- "${whole[@]}")
 wait_for has_steps "$(folder_of "$killed" 0)" 25 # the checkpoint of step 20 is there
 pkill -KILL -f "output_dir $(folder_of "$killed" 0) "
 wait_for has_ended "$killed"
-grep -q "scontrol requeue .* goes on" "$folder/job-${killed}_0.log" || fail "the killed job does not say what to do"
+grep -q "scontrol requeue .* resumes" "$folder/job-${killed}_0.log" || fail "the killed job does not say what to do"
 scontrol requeue "$killed"
 hurry "$killed"
 wait_for is_done "$killed"

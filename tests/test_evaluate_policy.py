@@ -2,6 +2,7 @@
 
 import errno
 import json
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -163,10 +164,11 @@ def test_command_with_another_task(tmp_path, capsys):
     content = json.loads((out / "evaluation.json").read_text())
     assert content["env_id"] == "Taxi-v4"
     random, expert, pickup = content["policies"][3:]
-    assert (random["percent_of_optimal"], expert["percent_of_optimal"]) == pytest.approx((0.0, 100.0), abs=1e-6)
+    assert expert["percent_of_optimal"] == pytest.approx(100.0, abs=1e-6)
+    assert random["percent_of_optimal"] < -100  # standing still is at 0
     assert expert["return_at_horizon"] == pytest.approx(7.93, abs=1e-6)
     assert pickup["policy"] == "constant:pickup"
-    assert pickup["percent_of_optimal"] < -100
+    assert pickup["percent_of_optimal"] < random["percent_of_optimal"]
     assert (out / "policy.png").stat().st_size > 1000
 
 
@@ -219,7 +221,8 @@ BAD_INPUT = [
     ),
     (["--policies", "random", "--dtype", "float16"], "--dtype float16: is for language models, and there is none here"),
     (["--policies", "random", "expert", "random"], "--policies: random stands there twice; name each policy once"),
-    (["--policies", "{tmp}/begun"], "{tmp}/begun: is not finished; --resume_from_checkpoint auto goes on with it"),
+    (["--policies", "{tmp}/begun"], "{tmp}/begun: is not finished; --resume_from_checkpoint auto resumes it"),
+    (["--policies", "{tmp}/search"], "{tmp}/search: is a run of search_policy.py; its result.txt is its judgement"),
     (["--policies", "{tmp}/nowhere"], "{tmp}/nowhere: no such folder"),
     (["--policies", "{tmp}/empty"], "{tmp}/empty: is an empty folder"),
     (["--policies", "{tmp}/run"], "{tmp}/run/run.json: is no JSON"),
@@ -255,6 +258,8 @@ def places(tmp_path_factory):
     (tmp / "gone").mkdir()
     for name in ("evaluation.json", "resolved_config.yaml"):
         (tmp / "gone" / name).touch()
+    (tmp / "search").mkdir()
+    (tmp / "search" / "run.json").write_text('{"env_id": "CartPole-v1", "horizon_steps": 500}')
     (tmp / "old").mkdir()
     (tmp / "old" / "run.json").write_text('{"map": ["SG"], "is_slippery": false}')
     return tmp
@@ -306,6 +311,29 @@ def test_options_stand_above_what_a_run_says(tmp_path, monkeypatch):
     flags = [str(text) for name, value in options.items() for text in (f"--{name}", value)]
     assert main(["--policies", str(tmp_path / "run"), *flags]) == 0
     assert seen == [(True, "cells", 7, torch.bfloat16)]
+
+
+def test_a_model_beside_a_run_is_asked_in_the_words_of_the_run(tmp_path, monkeypatch):
+    build_tiny_model(tmp_path / "run")
+    build_tiny_model(tmp_path / "plain")
+    said = {"maps": ["SFG"], "is_slippery": False, "observation": "cells", "thought": "search", "dtype": "float32"}
+    (tmp_path / "run/run.json").write_text(json.dumps(said | {"max_completion_length": 9}))
+    seen = []
+
+    def answers(judge, model, samples=0):
+        seen.append((judge.settings["observation"], judge.settings["thought"], judge.reader.max_completion_tokens))
+        return {"policies": [np.full((3, 4), 0.25)], "format_validity": 1.0}
+
+    monkeypatch.setattr(TableJudge, "answers", answers)
+    flags = ["--samples_per_state", "0", "--episodes", "2", "--policies", str(tmp_path / "plain")]
+    assert main([*flags, str(tmp_path / "run")]) == 0
+    assert seen == [("cells", "search", 9)] * 2
+    # Runs that differ leave it its own
+    shutil.copytree(tmp_path / "run", tmp_path / "other")
+    (tmp_path / "other/run.json").write_text(json.dumps(said | {"observation": "grid", "max_completion_length": 9}))
+    seen.clear()
+    assert main([*flags, str(tmp_path / "run"), str(tmp_path / "other")]) == 0
+    assert seen == [("coordinates", "search", 9), ("cells", "search", 9), ("grid", "search", 9)]
 
 
 def test_samples_do_not_depend_on_who_is_judged_before(tmp_path, monkeypatch):

@@ -258,9 +258,12 @@ def test_replies_longer_than_a_completion(tokenizers):
     replies = [format_example(GRID, state, 2) for state in FrozenLake(GRID).acting_states]
     longest = max(len(tokenizer.encode(reply)) + 1 for reply in replies)
     assert findings_of(tokenizer, replies=replies, max_completion_tokens=longest) == []
-    [finding] = findings_of(tokenizer, replies=replies, max_completion_tokens=longest - 1)
+    [finding] = findings_of(tokenizer, replies=[*replies, "<think>longer</think>" * 40], max_completion_tokens=longest)
     assert (finding.rule, finding.is_error) == ("cut replies", False)
-    assert f"up to {longest} tokens, and completions are cut at {longest - 1}" in finding.message
+    assert f"completions are cut at {longest}, so that 1 of {len(replies) + 1} cannot" in finding.message
+    [finding] = findings_of(tokenizer, replies=replies, max_completion_tokens=8)
+    assert (finding.rule, finding.is_error) == ("cut replies", True)
+    assert f"up to {longest} tokens, and completions are cut at 8, so that 11 of 11 cannot" in finding.message
 
 
 # Other environments ----------------------------------------------------------------------------------------------

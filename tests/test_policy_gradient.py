@@ -561,7 +561,7 @@ def finished(finished_once, tmp_path):
 def test_a_run_without_its_policy_is_not_finished(finished):
     for name in ("policy.safetensors", "evaluation.json"):
         (finished / name).unlink()
-    with pytest.raises(InputError, match=r": is not finished; --resume_from_checkpoint auto goes on with it"):
+    with pytest.raises(InputError, match=r": is not finished; --resume_from_checkpoint auto resumes it"):
         load_run(finished)
 
 

@@ -105,12 +105,12 @@ def test_action_letters():
 
 CLIFF = CliffWalking()
 CLIFF_SCORES = [
-    # policy, success without a limit, return within 100 steps, percent: 0 is random, 100 the optimum
+    # policy, success without a limit, return within 100 steps, percent: 0 is a wall all the time, 100 the optimum
     (expert_policy(CLIFF), 1.0, -13.0, 100.0),
-    (uniform_policy(48, 4), 1.0, -1083.0, 0.0),
-    (constant_policy(48, CLIFF.actions.index("UP"), 4), 0.0, -100.0, 100 * (1083 - 100) / (1083 - 13)),
-    # Over the cliff in each step: far below random
-    (constant_policy(48, CLIFF.actions.index("RIGHT"), 4), 0.0, -10_000.0, -100 * (10_000 - 1083) / (1083 - 13)),
+    (uniform_policy(48, 4), 1.0, -1083.0, -100 * (1083 - 100) / (100 - 13)),
+    (constant_policy(48, CLIFF.actions.index("UP"), 4), 0.0, -100.0, 0.0),
+    # Over the cliff in each step
+    (constant_policy(48, CLIFF.actions.index("RIGHT"), 4), 0.0, -10_000.0, -100 * (10_000 - 100) / (100 - 13)),
 ]
 
 
@@ -124,6 +124,15 @@ def test_scores_of_the_cliff(policy_SA, success, earned, percent):
     assert score.percent_of_optimal == pytest.approx(percent, abs=1e-2)
     assert (score.acting_states, score.horizon_steps) == (37, 100)
     assert (score.optimal_success, score.optimal_at_horizon) == pytest.approx((1.0, 1.0))
+
+
+def test_where_one_action_everywhere_is_the_optimum_the_next_best_is_at_0():
+    up, right = (constant_policy(48, CLIFF.actions.index(action), 4) for action in ("UP", "RIGHT"))
+    policies_SA = (up, uniform_policy(48, 4), right)
+    best, random, worst = (score_policy(CLIFF, policy_SA, horizon_steps=5) for policy_SA in policies_SA)
+    assert (best.percent_of_optimal, best.regret) == (100.0, 0.0)
+    assert random.percent_of_optimal == pytest.approx(0.0)
+    assert worst.percent_of_optimal < -100
 
 
 def test_success_within_the_limit_where_a_return_counts():

@@ -81,16 +81,19 @@ THINKING = [
 ON_SLIPPERY_ICE = [
     (
         GRID, 14,
-        "33>32A32 23H|A32>|31.>30H1 32A1 21F1|32=|33+|22.>21F0 32A0 23H1 12F1|"
-        ".1.1=0LEFT|.1=0+0DOWN|=0+0.1RIGHT|+0.1.1UP",
+        "33>32A32 23H|LEFT31.>30H1 32A1 21F1 LEFT.1|DOWN32= DOWN=0|RIGHT33+ RIGHT+0|"
+        "UP22.>21F0 32A0 23H1 12F1 UP.1|"
+        "UP.1LEFT.1DOWN=0>LEFT|LEFT.1DOWN=0RIGHT+0>DOWN|DOWN=0RIGHT+0UP.1>RIGHT|RIGHT+0UP.1LEFT.1>UP",
     ),
     (
         ("SFG",), 0,
-        "02>01g01|g01>00A00 02-|A00>|00=|00=|01+>00A0 02G0|00=|=0=0=0LEFT|=0=0+0DOWN|=0+0=0RIGHT|+0=0=0UP",
+        "02>01g01|g01>00A00 02-|LEFT00= LEFT=0|DOWN00= DOWN=0|RIGHT01+>00A0 02G0 RIGHT+0|UP00= UP=0|"
+        "UP=0LEFT=0DOWN=0>LEFT|LEFT=0DOWN=0RIGHT+0>DOWN|DOWN=0RIGHT+0UP=0>RIGHT|RIGHT+0UP=0LEFT=0>UP",
     ),
     (
         ("SHG", "FHF"), 3,  # no way
-        "02>01H 12g12|g12>11H 02-|A10>|10=|10=|11!|00.>10A0 01H1|.1=0=0LEFT|=0=0!0DOWN|=0!0.1RIGHT|!0.1=0UP",
+        "02>01H 12g12|g12>11H 02-|LEFT10= LEFT=0|DOWN10= DOWN=0|RIGHT11! RIGHT!0|UP00.>10A0 01H1 UP.1|"
+        "UP.1LEFT=0DOWN=0>LEFT|LEFT=0DOWN=0RIGHT!0>DOWN|DOWN=0RIGHT!0UP.1>RIGHT|RIGHT!0UP.1LEFT=0>UP",
     ),
 ]  # fmt: skip
 
@@ -125,8 +128,11 @@ def test_on_slippery_ice_marks_are_those_of_the_cells_that_the_dynamics_lead_to(
     for state in acting_states(grid):
         last = thought_text(grid, state, "search", is_slippery=True).splitlines()[-len(ACTIONS) :]
         for action, line in enumerate(last):
-            ends = lake.next_states_SAK[state, action]
-            assert line == "".join(mark(state, end) for end in ends) + ACTIONS[action]
+            said = [
+                ACTIONS[(action + side) % len(ACTIONS)] + mark(state, lake.next_states_SAK[state, action, which])
+                for which, side in enumerate((-1, 0, 1))
+            ]
+            assert line == f"{''.join(said)}>{ACTIONS[action]}"
 
 
 @pytest.mark.parametrize("grid", random_grids(5, size=5))

@@ -1,6 +1,7 @@
 import importlib.util
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -64,6 +65,16 @@ def test_other_seeds_are_added_to_the_command(started, tmp_path):
     command = (tmp_path / "results/ablations/kl/command.txt").read_text()
     assert command == "python results/run.py --study ablations --name kl --seeds 4 5 6 -- --beta 0.1\n"
     assert len(started) == 4
+
+
+def test_a_seed_whose_result_came_without_its_run_is_said_to_be_trained_again(started, tmp_path, capsys):
+    results_run.main(KL)
+    assert not capsys.readouterr().err
+    shutil.rmtree(tmp_path / "runs/kl/seed-5")
+    results_run.main(KL)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: results/ablations/kl/seed-5 holds seed 5, and its run is not here")
+    assert [command[command.index("--seed") + 1] for command in started] == ["4", "5", "4", "5"]
 
 
 def test_a_command_whose_first_call_is_refused_leaves_its_name_free(started, tmp_path, monkeypatch):

@@ -80,9 +80,9 @@ def test_files(lake_run):
 def test_evaluation(lake_run):
     evaluation = json.loads((lake_run / "evaluation.json").read_text())
     rows = {row["policy"]: row for row in evaluation["policies"]}
-    assert list(rows) == ["optimal", "uniform random policy", "hill climbing", "random search"]
-    assert rows["optimal"]["value"] == pytest.approx(0.7402, abs=1e-4)
-    assert rows["optimal"]["value_without_limit"] == pytest.approx(14 / 17)
+    assert list(rows) == ["optimal without a limit", "uniform random policy", "hill climbing", "random search"]
+    assert rows["optimal without a limit"]["value"] == pytest.approx(0.7402, abs=1e-4)
+    assert rows["optimal without a limit"]["value_without_limit"] == pytest.approx(14 / 17)
     assert rows["uniform random policy"]["value"] == pytest.approx(0.0139, abs=1e-4)
     assert rows["random search"]["episodes"] == rows["hill climbing"]["episodes"] == (3 + 30) * 4
     # Judged exactly, and not by the draw that chose it
@@ -103,7 +103,7 @@ def test_result(lake_run):
     assert "judged exactly" in lines[0]
     assert any("0.7402" in line and "0.8235" in line for line in lines)
     assert "best policy: " in "\n".join(lines)
-    assert any(line.startswith("published, not run here (arXiv 2511.21928, GPT-4o") for line in lines)
+    assert any(line.startswith("published, not run here (arXiv 2511.21928; ProPS asks GPT-4o") for line in lines)
     assert lines[-2].startswith("cost: 30 calls, 0 tokens in, 0 out, ")
     assert lines[-1].startswith("verdict: random search ")
 
@@ -144,7 +144,7 @@ def test_other_environments(tmp_path, capsys):
     assert "return in 100 steps" in printed
     assert main(small_run(tmp_path / "cliff", "--env_id", "CliffWalking-v1", "--proposer", "hill_climbing")) == 0
     rows = {row["policy"]: row for row in json.loads((tmp_path / "cliff/evaluation.json").read_text())["policies"]}
-    assert rows["optimal"]["value"] == -13
+    assert rows["optimal without a limit"]["value"] == -13
     assert math.isinf(float(rows["hill climbing"]["value_without_limit"]))
 
 
@@ -152,7 +152,7 @@ def test_without_baselines_and_with_options(tmp_path):
     options = ["--env_options", '{"map_name": "8x8", "is_slippery": false}', "--baselines", "false"]
     assert main(small_run(tmp_path / "out", *options, "--horizon_steps", 14)) == 0
     rows = json.loads((tmp_path / "out/evaluation.json").read_text())["policies"]
-    assert [row["policy"] for row in rows] == ["optimal", "uniform random policy", "random search"]
+    assert [row["policy"] for row in rows] == ["optimal without a limit", "uniform random policy", "random search"]
     assert (rows[0]["value"], len(rows[2]["parameters"])) == (1.0, 64)
 
 
@@ -445,6 +445,8 @@ BAD_INPUT = [
     (["--env_options", '{{"max_episode_steps": 5}}'], "--env_options: max_episode_steps 5: is --horizon_steps here"),
     (["--proposer", "local", "--answers", "a.jsonl"], "--answers: is for --proposer recorded, and this is"),
     (["--proposer", "recorded"], "--proposer recorded: needs --answers"),
+    (["--proposer", "local", "--model_name", "m"], "--model_name: is for --proposer endpoint or recorded, and this is"),
+    (["--model_name_or_path=m"], "--model_name_or_path: is for --proposer local or recorded, and this is --pr"),
     (["--proposer", "recorded", "--answers", "{tmp}/nowhere"], "{tmp}/nowhere: cannot be read"),
     # The environment
     (["--env_id", "FrozenLakee-v1"], "--env_id FrozenLakee-v1: "),
@@ -496,6 +498,35 @@ def test_a_bad_value_in_a_config_is_named(places, capsys):
     with pytest.raises(SystemExit):
         run_script(lambda: main(["--config", str(places / "bad_value.yaml")]))
     assert "many" in capsys.readouterr().err
+
+
+def test_an_endpoint_that_refused_the_first_question_may_be_asked_otherwise(tmp_path):
+    """Else a misspelt model would keep the folder for ever."""
+    flags = ["--proposer", "endpoint", "--output_dir", str(tmp_path)]
+    begun, _ = read_arguments([*flags, "--model_name", "typo"])
+    (tmp_path / "resolved_config.yaml").write_text(yaml.safe_dump(resolved_config(*begun)))
+    rollout = {"kind": "rollout", "iteration": -1, "parameters": [0.0], "returns": [1.0]}
+    (tmp_path / "answers.jsonl").write_text(json.dumps(rollout) + "\n")
+    mended, _ = read_arguments([*flags, "--model_name", "right", "--temperature", "0.5"])
+    assert not search_policy.is_finished(tmp_path, mended)
+    other, _ = read_arguments([*flags, "--model_name", "right", "--seed", "9"])
+    with pytest.raises(InputError, match="--seed 9: "):
+        search_policy.is_finished(tmp_path, other)
+    answer = {
+        "kind": "answer", "iteration": 0, "attempt": 0, "prompt": [], "answer": "", "error": None, "parameters": None,
+        "tokens_in": 1, "tokens_out": 1, "seconds": 0.1,
+    }  # fmt: skip
+    (tmp_path / "answers.jsonl").write_text(f"{json.dumps(rollout)}\n{json.dumps(answer)}\n")
+    with pytest.raises(InputError, match=r"--model_name right: .* was begun with typo"):
+        search_policy.is_finished(tmp_path, mended)
+
+
+def test_what_was_recorded_may_stand_beside_the_settings_it_was_recorded_with(tmp_path):
+    settings = {"proposer": "local", "dtype": "float32", "temperature": 0.5, "base_url": "http://h/v1"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    flags = ["--config", str(tmp_path / "config.yaml"), "--proposer", "recorded", "--answers", "a.jsonl"]
+    (_, proposing, _), _ = read_arguments(flags)
+    assert (proposing.proposer, proposing.temperature) == ("recorded", 0.5)
 
 
 def test_settings_survive_the_resolved_config(tmp_path):

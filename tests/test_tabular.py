@@ -275,7 +275,7 @@ def test_a_thought_that_looks_has_to_be_true(thought, tmp_path):
     assert task.is_reply(prompt, others[0]) == (thought == "place")
     assert not task.is_reply(prompt, replies[0].replace("<answer>", "<answer>NORTH"))
     assert ("thought" in task.judge.settings) == (thought == "search")
-    assert ("LEFT\n" in replies[0]) == (thought == "search"), "on slippery ice a line for each action"
+    assert (">LEFT\n" in replies[0]) == (thought == "search"), "on slippery ice a line for each action"
 
 
 # The exact expert --------------------------------------------------------------------------------------------------
@@ -297,8 +297,11 @@ def test_random_maps_are_those_of_a_csv(tmp_path, capsys):
     np.testing.assert_allclose(column(drawn.rows, "q_values"), column(read.rows, "q_values"), atol=1e-9)
     # A CSV that is named stands above a number of maps, as a configuration may have it
     assert task(random_maps=5, expert_csv=csv).judge.settings == read.judge.settings
+    assert "--random_maps 5: not used, because --expert_csv is given" in capsys.readouterr().out
     with pytest.raises(InputError, match="--map_size 5: is of maps that are drawn"):
         task(expert_csv=csv, map_size=5)
+    with pytest.raises(InputError, match="--test_map_seed 5: is of maps that are held out"):
+        tasks.frozen_lake.Arguments(test_map_seed=5)
 
 
 @pytest.mark.parametrize("environment", [FrozenLake(CANONICAL_GRIDS["4x4"], True), CliffWalking(), Taxi()], ids=str)

@@ -210,11 +210,20 @@ def test_what_counts_as_the_optimum(percents, is_optimal, monkeypatch):
     score_policy = tabular.score_policy
 
     def scored(*arguments):
-        return replace(score_policy(*arguments), percent_of_optimal=next(left))
+        return replace(score_policy(*arguments), percent_of_optimal=next(left), optimal_states=10)
 
     monkeypatch.setattr(tabular, "score_policy", scored)
     answers = {"policies": [EXPERT.tolist()] * len(percents), "format_validity": 1.0}
     assert judge_of([LAKE] * len(percents)).judgement(answers).is_optimal is is_optimal
+
+
+def test_what_the_expert_does_in_every_state_is_the_optimum_though_its_discount_costs_something():
+    lake = FrozenLake(CANONICAL_GRIDS["8x8"])
+    answers = {"policies": [expert_policy(lake).tolist()], "format_validity": 1.0}
+    judgement = judge_of([lake]).judgement(answers)
+    assert judgement.metrics["percent_of_optimal"] == pytest.approx(89.4, abs=0.1)
+    assert judgement.verdict == "learned what the expert does: 53/53 states, 89 % of optimal"
+    assert judgement.is_optimal
 
 
 def test_the_picture_says_the_verdict():

@@ -409,7 +409,7 @@ def test_stop_when_collapsed(tmp_path):
     """A model whose answers are never well-formed: all groups are unanimous from the first step."""
     model = build_tiny_model(tmp_path / "model")
     arguments = small_run(model, tmp_path / "out", "--max_steps", 20, "--stop_when", "collapsed", "--evaluate_steps", 0)
-    assert main([*arguments, "--max_completion_length", "4", "--save_strategy", "no"]) == 0
+    assert main([*arguments, "--max_completion_length", "4", "--check", "warn", "--save_strategy", "no"]) == 0
     assert [line["step"] for line in metrics_of(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
     assert "collapsed: all groups unanimous since step 1" in (tmp_path / "out/result.txt").read_text()
 

@@ -61,7 +61,7 @@ class GymEnvironment:
 
 
 def read_env_options(given: Mapping | str | None) -> tuple[str, dict]:
-    """`--env_options` as text and as a mapping; a YAML file may hold a mapping. `InputError` for anything else."""
+    """`--env_options` as JSON in one form and as a mapping; a YAML file may hold one. `InputError` for all else."""
     text = given if isinstance(given, str) else json.dumps(given or {})
     try:
         options = json.loads(text)
@@ -69,7 +69,7 @@ def read_env_options(given: Mapping | str | None) -> tuple[str, dict]:
         raise InputError(f"--env_options {text!r}: is no JSON ({error})") from error
     if not isinstance(options, dict):
         raise InputError(f'--env_options {text!r}: expected a JSON object such as {{"map_name": "8x8"}}')
-    return text, options
+    return json.dumps(options), options
 
 
 def make_gym_environment(

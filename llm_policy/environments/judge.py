@@ -72,6 +72,8 @@ def policy_verdict(
         summary += f", {states - readable} without readable answer"
     if percent >= OPTIMAL_PERCENT:
         return f"learned: {summary}"
+    if right == states:  # the optimum of each state is of discounted returns, the percentage of those without
+        return f"learned what the expert does: {summary}"
     chosen_A = np.bincount(rows_NA[chooses_N].argmax(1), minlength=len(actions))
     habit, times = actions[int(chosen_A.argmax())], int(chosen_A.max())
     if times == readable > 1:
@@ -247,8 +249,16 @@ def evaluation_table(evaluated: Sequence[EvaluatedPolicy], title: str) -> tuple[
             "" if policy.format_validity is None else f"{100 * policy.format_validity:.0f} %",
             f"{low:.3f}-{high:.3f}",
         )
-    ceiling = evaluated[0].mean("optimal_at_horizon")
-    return table, f"The best policy that may count its steps reaches {ceiling:.4f} in {limit}."
+    reached = f"reaches {evaluated[0].mean('optimal_at_horizon'):.4f}"
+    if pays_return:
+        reached = f"earns {evaluated[0].mean('optimal_return'):.1f}"
+    return table, f"The best policy that may count its steps {reached} in {limit}."
+
+
+def _what_it_earns(score: PolicyScore) -> str:
+    if score.return_at_horizon is None:
+        return f"success {score.success_probability:.3f}"
+    return f"return {score.return_at_horizon:.1f}"
 
 
 def save_evaluation(
@@ -265,7 +275,7 @@ def save_evaluation(
     rows = ",\n".join(json.dumps(policy.as_dict()) for policy in evaluated)  # a line per policy: maps may be hundreds
     text = f'{json.dumps(dict(about))[:-1]}, "policies": [\n{rows}\n]}}\n'
     if len(environments) == 1:
-        shown = [(p, 0, f"{p.name}\nsuccess {p.scores[0].success_probability:.3f}") for p in evaluated]
+        shown = [(p, 0, f"{p.name}\n{_what_it_earns(p.scores[0])}") for p in evaluated]
         shown = [shown[0], *shown[3:]][:5]
     else:
         policy = next((p for p in reversed(evaluated) if p.name.endswith(", greedy")), evaluated[-1])

@@ -30,8 +30,8 @@ class PolicyScore:
         success_probability: of reaching the goal from the start, without a step limit.
         success_at_horizon: within `horizon_steps` steps.
         percent_of_optimal: where success is what the environment pays, 100 * success_probability / optimal_success (100
-            where the optimum is 0). Else by the return within the limit: 0 is the uniformly random policy, 100 the
-            optimum; a policy worse than random is below 0.
+            where the optimum is 0). Else by the return within the limit: 100 is the optimum, 0 the best policy that
+            looks at nothing (one action everywhere, or all of them alike); a worse one is below 0.
         regret: what the policy lacks to the optimum, in success or in return.
         optimal_success: of the best policy without a step limit.
         optimal_at_horizon: of the best policy that may depend on the step, within the limit.
@@ -68,20 +68,31 @@ class _References:
     optimal_success: float
     optimal_at_horizon: float
     optimal_return: float
-    random_return: float
+    blind_return: float
 
 
 @cache
 def _references(environment: TableEnvironment, horizon_steps: int) -> _References:
-    mdp, states = environment.mdp, len(environment.mdp.terminal_S)
-    random_SA = uniform_policy(states, len(environment.actions))
+    optimum = float(optimal_return(environment.mdp, horizon_steps))
+    rounding = PROBABILITY_ROUNDING * max(1.0, abs(optimum))
+    blind = [value for value in _blind_returns(environment, horizon_steps) if optimum - value > rounding]
     return _References(
         best_actions(environment),
         float(optimal_return(environment.success_mdp)),
         float(optimal_return(environment.success_mdp, horizon_steps)),
-        float(optimal_return(mdp, horizon_steps)),
-        float(policy_return(mdp, random_SA, horizon_steps=horizon_steps)),
+        optimum,
+        max(blind, default=optimum),  # the best that is not the optimum
     )
+
+
+def _blind_returns(environment: TableEnvironment, horizon_steps: int) -> list[float]:
+    """What each action earns where it is taken everywhere, and last what the uniformly random policy earns."""
+    states, actions = environment.mdp.rewards_SA.shape
+    policies_SA = [constant_policy(states, action, actions) for action in range(actions)]
+    return [
+        float(policy_return(environment.mdp, policy_SA, horizon_steps=horizon_steps))
+        for policy_SA in (*policies_SA, uniform_policy(states, actions))
+    ]
 
 
 @lru_cache(maxsize=4096)
@@ -110,9 +121,8 @@ def score_policy(
         percent = 100.0 * success / best.optimal_success if best.optimal_success > 0 else 100.0
         regret, at_horizon = best.optimal_success - success, earned
     else:
-        spread = best.optimal_return - best.random_return
-        nothing_to_gain = spread < PROBABILITY_ROUNDING * max(1.0, abs(best.optimal_return))  # within so few steps
-        percent = 100.0 if nothing_to_gain else 100.0 * (earned - best.random_return) / spread
+        spread = best.optimal_return - best.blind_return  # 0: nothing can be done within so few steps
+        percent = 100.0 * (earned - best.blind_return) / spread if spread else 100.0
         regret = best.optimal_return - earned
         at_horizon = float(policy_return(environment.success_mdp, policy_SA, horizon_steps=horizon_steps))
     most_probable_SA = optimal_actions(policy_SA)
@@ -152,10 +162,4 @@ def action_letters(policy_SA: np.ndarray, actions: Sequence[str]) -> str:
 
 def best_constant_action(environment: TableEnvironment, horizon_steps: int | None = None) -> int:
     """The action that, taken everywhere, earns the most within the limit: the best policy of one action."""
-    states, actions = environment.mdp.rewards_SA.shape
-    horizon_steps = horizon_steps or environment.horizon_steps
-    earned_A = [
-        float(policy_return(environment.mdp, constant_policy(states, action, actions), horizon_steps=horizon_steps))
-        for action in range(actions)
-    ]
-    return int(np.argmax(earned_A))
+    return int(np.argmax(_blind_returns(environment, horizon_steps or environment.horizon_steps)[:-1]))

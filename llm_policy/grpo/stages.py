@@ -105,7 +105,7 @@ def beginning(
         model, lora, reader, task.lessons, task.is_reply, script, seed, folder, stop.received_anywhere, has_begun,
         taught_from,
     )  # fmt: skip
-    stop.leave_if_received(f"during the warm start: {RESUME} goes on with it")
+    stop.leave_if_received(f"during the warm start: {RESUME} resumes it")
     if not report["steps"]:
         return Beginning(model, 0, list(folders), answers)
 

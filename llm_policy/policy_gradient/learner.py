@@ -214,7 +214,7 @@ def load_policy(learner: Learner, folder: Path) -> None:
     """`InputError` for a file that is gone, damaged, or of another policy."""
     file = folder / POLICY_FILE
     if not file.exists() and not (folder / EVALUATION_FILE).exists():
-        raise InputError(f"{folder}: is not finished; {RESUME} goes on with it")
+        raise InputError(f"{folder}: is not finished; {RESUME} resumes it")
     try:
         tensors = load_file(file)
         learner.policy.load_state_dict(tensors)

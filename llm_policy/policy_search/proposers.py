@@ -25,13 +25,15 @@ from llm_policy.run_files import ROOT
 from llm_policy.sampling import sample_completions
 
 PROPOSERS = ("local", "endpoint", "random", "hill_climbing", "recorded")
-# Option -> the proposers that read it. A configuration's model may stand beside another proposer on the command line.
+# Option -> the proposers that read it. What was recorded may stand beside the settings that it was recorded with.
 OWNERS = {
     **dict.fromkeys(("dtype", "answer_prefix", "constrained"), ("local",)),
     **dict.fromkeys(("base_url", "endpoint_retries", "endpoint_timeout_seconds", "context_tokens"), ("endpoint",)),
     "answers": ("recorded",),
     **dict.fromkeys(("max_completion_tokens", "temperature"), ("local", "endpoint")),
 }
+# The same where the command line names it; a configuration may hold it beside another proposer.
+MODEL_OWNERS = {"model_name_or_path": ("local", "recorded"), "model_name": ("endpoint", "recorded")}
 NAMES_WITHOUT_MODEL = {"random": "random search", "hill_climbing": "hill climbing"}
 ENDPOINT_COMPLETION_TOKENS = 1024
 # What an answer may take, with room for a tokenizer that has one token per digit
@@ -76,7 +78,7 @@ class ProposerSettings:
             raise InputError("--constrained true: needs an --answer_prefix")
         for option in fields(self):
             owners = OWNERS.get(option.name, PROPOSERS)
-            if self.proposer not in owners and getattr(self, option.name) != option.default:
+            if self.proposer not in (*owners, "recorded") and getattr(self, option.name) != option.default:
                 whose = " or ".join(owners)
                 raise InputError(f"--{option.name}: is for --proposer {whose}, and this is --proposer {self.proposer}")
         needed = {"endpoint": "model_name", "recorded": "answers"}.get(self.proposer)

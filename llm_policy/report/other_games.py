@@ -27,7 +27,6 @@ class GameRow(BaseModel, strict=True):
     policy: str
     return_at_horizon: FiniteFloat
     optimal_return: FiniteFloat
-    percent_of_optimal: FiniteFloat
     optimal_states: FiniteFloat
     acting_states: FiniteFloat
     horizon_steps: FiniteFloat
@@ -49,15 +48,14 @@ def where(seed: dict) -> str:
 
 def other_games_section(games: Mapping[str, list[dict]]) -> str:
     """Each game: what looks at nothing, then the model before and after."""
-    headers = ("game", "policy", "seeds", "return", "% of optimal", "optimal states", "minutes", "date, commit")
+    headers = ("game", "policy", "seeds", "return", "optimal states", "minutes", "date, commit")
     rows: list[list[object]] = []
     for name, seeds in games.items():
         game = where(seeds[0])
         for policy, row in seeds[0]["policies"].items():
             if policy.startswith(REFERENCES):
                 states = f"{row['optimal_states']:.0f} of {row['acting_states']:.0f}"
-                share, made = f"{row['percent_of_optimal']:.1f}", made_by(seeds[:1])
-                rows.append([game, policy, "", f"{row['return_at_horizon']:.1f}", share, states, "", made])
+                rows.append([game, policy, "", f"{row['return_at_horizon']:.1f}", states, "", made_by(seeds[:1])])
         for policy in (UNTRAINED, WARM_START, TRAINED, SAMPLED):
             found = [seed["policies"][policy] for seed in seeds if policy in seed["policies"]]
             if not found:
@@ -69,7 +67,6 @@ def other_games_section(games: Mapping[str, list[dict]]) -> str:
                     link(policy, OTHER_GAMES, name) if is_result else policy,
                     len(found),
                     values(found, "return_at_horizon", 1),
-                    values(found, "percent_of_optimal", 1),
                     each(found, lambda row: f"{row['optimal_states']:.0f}", f" of {found[0]['acting_states']:.0f}"),
                     each(seeds, lambda seed: f"{seed['minutes']:.0f}") if is_result else "",
                     made_by(seeds),
