@@ -51,11 +51,11 @@ from tasks import TASKS, Comparison, Judge, task_module
 OVERRIDES = ("map", "is_slippery", "observation", "thought", "horizon_steps", "test_dataset")
 # Each read by some of the tasks, whose JUDGE_OPTIONS name it
 CHOICES = (*OVERRIDES, "episodes", "max_completion_length")
-OF_LANGUAGE_MODELS = ("observation", "thought", "max_completion_length", "dtype")
+WORDS = ("observation", "thought", "max_completion_length")  # in which a language model is asked
+OF_LANGUAGE_MODELS = (*WORDS, "dtype")
 OWN_FILES = (EVALUATION_FILE, PICTURE_FILE, THOUGHTS_FILE)
 # What all runs of one table must have in common, and the task that has it (None: all)
 SHARED = {"task": None, "maps": "frozen_lake", "is_slippery": "frozen_lake", "target": "drawing", "wanted": "drawing"}
-WORDS = ("observation", "thought", "max_completion_length")
 # What decides on which questions a run of riddles or PIQA is judged
 ASKED = ("dataset", "test_dataset", "test_share", "test_questions", "split_seed", "options", "by_letter", "held_out")
 

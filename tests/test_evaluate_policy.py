@@ -313,7 +313,7 @@ def test_options_stand_above_what_a_run_says(tmp_path, monkeypatch):
     assert seen == [(True, "cells", 7, torch.bfloat16)]
 
 
-def test_a_model_beside_a_run_is_asked_in_the_words_of_the_run(tmp_path, monkeypatch):
+def test_a_model_beside_a_run_is_asked_in_the_words_of_the_run(tmp_path, monkeypatch, capsys):
     build_tiny_model(tmp_path / "run")
     build_tiny_model(tmp_path / "plain")
     said = {"maps": ["SFG"], "is_slippery": False, "observation": "cells", "thought": "search", "dtype": "float32"}
@@ -326,7 +326,9 @@ def test_a_model_beside_a_run_is_asked_in_the_words_of_the_run(tmp_path, monkeyp
 
     monkeypatch.setattr(TableJudge, "answers", answers)
     flags = ["--samples_per_state", "0", "--episodes", "2", "--policies", str(tmp_path / "plain")]
+    monkeypatch.setattr(evaluate_policy, "cost_of", lambda dtype, on_gpu: f"{dtype} costs time")
     assert main([*flags, str(tmp_path / "run")]) == 0
+    assert "float32 costs time" in capsys.readouterr().out.splitlines()  # the run's own format
     assert seen == [("cells", "search", 9)] * 2
     # Runs that differ leave it its own
     shutil.copytree(tmp_path / "run", tmp_path / "other")

@@ -75,13 +75,13 @@ class _References:
 def _references(environment: TableEnvironment, horizon_steps: int) -> _References:
     optimum = float(optimal_return(environment.mdp, horizon_steps))
     rounding = PROBABILITY_ROUNDING * max(1.0, abs(optimum))
-    blind = [value for value in _blind_returns(environment, horizon_steps) if optimum - value > rounding]
+    blind = [] if environment.pays_success else _blind_returns(environment, horizon_steps)
     return _References(
         best_actions(environment),
         float(optimal_return(environment.success_mdp)),
         float(optimal_return(environment.success_mdp, horizon_steps)),
         optimum,
-        max(blind, default=optimum),  # the best that is not the optimum
+        max((value for value in blind if optimum - value > rounding), default=optimum),  # the best below the optimum
     )
 
 
