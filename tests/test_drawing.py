@@ -502,7 +502,7 @@ def test_a_damaged_record_is_one_line(sandbox, tmp_path, text):
 OPTIONS = (
     "--task", "drawing", "--report_to", "none", "--dtype", "float32", "--max_steps", 2, "--save_steps", 1,
     "--evaluate_steps", 1, "--per_device_train_batch_size", 4, "--num_generations", 4, "--warm_start_steps", 2,
-    "--warm_start_prompts", 2, "--samples_per_state", 2, "--max_completion_length", 16,
+    "--warm_start_prompts", 2, "--samples_per_state", 2, "--max_completion_length", 16, "--check", "warn",
 )  # fmt: skip
 
 

@@ -217,7 +217,7 @@ def test_a_perfect_program_ends_a_run_unless_it_never_ends(stop_when, epochs, dr
 
 OPTIONS = (
     "--target", "2-vertical-lines", "--dtype", "float32", "--epochs", 3, "--samples", 6, "--sure_samples", 2,
-    "--warm_start_steps", 2, "--warm_start_prompts", 2, "--samples_per_state", 2, "--max_completion_length", 16,
+    "--warm_start_steps", 2, "--warm_start_prompts", 2, "--samples_per_state", 2, "--max_completion_length", 256,
 )  # fmt: skip
 
 
