@@ -654,7 +654,7 @@ def test_the_forms_gradient_equals_the_enumerated_one(architecture, tmp_path):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
 def test_the_taught_thoughts_gradient_equals_the_enumerated_one(architecture, tmp_path):
-    """Of each prompt's own reply, once per group, whatever was sampled; nothing at its action."""
+    """Of each prompt's own thought and of each answer's end, once per group, whatever was sampled."""
     taught = [f"{THOUGHT}<answer>LEFT</answer>", "<think>UP or DOWN</think><answer>UP</answer>"]
     trainer = expected_trainer(architecture, tmp_path)
     trainer.num_generations = 2
@@ -670,7 +670,10 @@ def test_the_taught_thoughts_gradient_equals_the_enumerated_one(architecture, tm
 
     expected = torch.tensor(0.0)
     for row, text in enumerate(taught):
-        expected = expected + besides_action(trainer, row, text).sum()
+        thought, end = text.partition("<answer>")[0], len(encoded(trainer, "</answer>"))
+        for action in ACTIONS:
+            form_T = besides_action(trainer, row, f"{thought}<answer>{action}</answer>")
+            expected = expected + (form_T if action == ACTIONS[0] else form_T[-end:]).sum()
     assert_same_gradient(found, gradient(trainer, -0.5 * expected / 2))
     logged = trainer._metrics["train"]["thought/log_probability"][-1]
     assert logged == pytest.approx(expected.item() / 2, rel=1e-4)

@@ -290,6 +290,13 @@ def test_auto_teaches_what_is_not_well_formed_often_enough(validity, steps, tmp_
     assert (tmp_path / "warm_start").exists() == (steps > 0)
 
 
+def test_auto_does_not_ask_again_where_one_was_begun(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(warm_start, "sampled_format_validity", lambda *_: 0.0)
+    for asked in (True, False):
+        started(tmp_path / "warm_start", warm_start="auto", should_stop=lambda: True)
+        assert ("of sampled completions are as taught" in capsys.readouterr().out) == asked
+
+
 @pytest.mark.parametrize("harm", [None, "cut", "another"])
 def test_an_interrupted_one_goes_on(tmp_path, capsys, harm):
     """To the same weights, byte for byte; without a file that can be used it begins again, to the same as well."""

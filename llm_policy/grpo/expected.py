@@ -39,11 +39,12 @@ this is the natural gradient again, of "this token or another one". It makes tho
 was sampled: not for a task whose thoughts have work to do.
 
 There `thought_coef` rehearses what the warm start taught, whatever was sampled. At the tokens t of the prompt's taught
-reply besides its action, a mean over the groups,
+thought, and of what ends the reply behind each of the actions, a mean over the groups,
 
     thought        - thought_coef sum_t log p_t
 
-Such a thought follows from the map alone: no action is taught by it.
+Such a thought follows from the map alone: no action is taught by it. An answer has to end behind each action: where
+one of them alone was rehearsed, answers went on with what follows the action's name in the thought (LOG.md).
 
 `cloning` (behaviour cloning) and `distillation` are supervision, for comparison. Nothing is sampled: the reply that the
 warm start teaches stands in place of each completion, and its other tokens have advantage 1. With loss_type luspo that
@@ -146,6 +147,23 @@ class ExpectedObjective:
         """What the packed pass has to score besides: every legal action at each of these places."""
         return [Branch(n.completion, n.start, token_ids) for n in named for token_ids in self.token_ids]
 
+    def rehearsed(
+        self, taught: Sequence[NamedAction], replies: Sequence[Sequence[int]]
+    ) -> tuple[list[NamedAction], list[Branch]]:
+        """Taught replies with each legal action in the place of theirs: what is left out of each, what is scored.
+
+        What they have in common, all before the action, is left out of all but the first.
+
+        Args:
+            replies: token ids of each taught reply.
+        """
+        places, branches = [], []
+        for n, reply in zip(taught, replies, strict=True):
+            for action, token_ids in enumerate(self.token_ids):
+                places.append(NamedAction(n.completion, 0 if action else n.start, n.start + len(token_ids), action))
+                branches.append(Branch(n.completion, 0, (*reply[: n.start], *token_ids, *reply[n.stop :])))
+        return places, branches
+
     def loss(
         self,
         branch_log_probabilities: Sequence[torch.Tensor],
@@ -202,7 +220,7 @@ class ExpectedObjective:
         groups: int,
         device: torch.device | str = "cpu",
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The taught thoughts' loss and the sum of their log-probabilities (nats); arguments as in `form_loss`."""
+        """The loss of what `rehearsed` gives, and the sum of its log-probabilities (nats); as in `form_loss`."""
         log_p = _besides_actions(log_probabilities, taught, device).sum()
         return -self.thought_coef * log_p / max(1, groups), {"thought/log_probability": log_p.detach()}
 

@@ -343,9 +343,10 @@ class PolicyTrainer(GRPOTrainer):
             if self.expected.thought_coef:
                 taught = self.expected.named_actions(inputs["taught_ids"], inputs["taught_mask"])
                 taught = self.expected.exemplars(taught, self.num_generations)
-                for n in taught:
-                    ids = inputs["taught_ids"][n.completion][inputs["taught_mask"][n.completion].bool()]
-                    self._branches.append(Branch(n.completion, 0, tuple(ids.tolist())))
+                rows, masks = inputs["taught_ids"], inputs["taught_mask"].bool()
+                replies = [rows[n.completion][masks[n.completion]].tolist() for n in taught]
+                taught, rehearsed = self.expected.rehearsed(taught, replies)
+                self._branches += rehearsed
             inputs = {**inputs, "advantages": advantages_BT}
         only_advantages = self.beta == 0.0 and not self._entropy_bonus_enabled
         only_advantages &= self.top_entropy_quantile == 1.0  # a quantile over all tokens, of skipped completions too
@@ -374,7 +375,7 @@ class PolicyTrainer(GRPOTrainer):
                     if coef:
                         further, sums = loss_of(log_p, which, groups, rewards_BA.device)
                         term = term + further
-                        self._log_means(sums, len(which))
+                        self._log_means(sums, len({n.completion for n in which}))
                 loss = loss + term / (self.current_gradient_accumulation_steps if self.model.training else 1)
         finally:
             self._skipped_B, self._branches, self._branch_log_probabilities = None, [], []

@@ -73,7 +73,8 @@ def warm_started(
         raise InputError(f"{folder}: is gone, and the checkpoints stand on it; choose another --output_dir")
     if script.warm_start == "never" or has_begun or not lessons:  # steps without a warm start: none was needed
         return model, {"steps": 0}
-    if script.warm_start == "auto":
+    unfinished = folder.with_name(f"{folder.name}.partial")
+    if script.warm_start == "auto" and not processes.from_main(unfinished.exists):
         validity = sampled_format_validity(model, reader, lessons, is_reply)
         needed = script.warm_start_threshold
         print(f"warm start: {validity:.0%} of sampled completions are as taught ({needed:.0%} needed)", flush=True)
@@ -98,7 +99,7 @@ def warm_started(
             threshold=script.warm_start_threshold,
             seed=seed,
             should_stop=should_stop,
-            unfinished=Unfinished(folder.with_name(f"{folder.name}.partial"), made_from),
+            unfinished=Unfinished(unfinished, made_from),
         )
         if should_stop():
             return model, report
@@ -113,7 +114,7 @@ def warm_started(
                 student.save_pretrained(folder)
                 report["made_from"] = made_from
                 (folder / REPORT_FILE).write_text(json.dumps(report) + "\n")
-            folder.with_name(f"{folder.name}.partial").unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
         processes.wait_for_files(folder)
     return adapters.stood_on(student.unload(), folder), report
 
