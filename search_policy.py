@@ -120,6 +120,9 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Arguments, str]:
         if option in named and proposing.proposer not in owners:
             whose = " or ".join(owners)
             raise InputError(f"--{option}: is for --proposer {whose}, and this is --proposer {proposing.proposer}")
+    for option in ("history_best", "history_recent"):
+        if option in named and settings.history == "whole":
+            raise InputError(f"--{option}: is for --history best_and_recent, and this is --history whole")
     if script.description_file is not None and not settings.describe_environment:
         raise InputError(f"--description_file {script.description_file}: needs --describe_environment true (ProPS+)")
     if script.output_dir is None:

@@ -205,10 +205,11 @@ def device_of_this_machine() -> torch.device:
 
 
 def check_prompt(task: Task, most_tokens: int) -> None:
-    """`InputError` for the first error that the linter finds."""
+    """Print what the linter warns of; `InputError` for the first error."""
     for finding in task.lint(most_tokens) if task.lint else []:
         if finding.is_error:
             raise InputError(f"{finding.source}: {finding.rule}: {finding.message}")
+        print(f"{finding.source}: {finding}", flush=True)
 
 
 def write_run_files(options: Options, task: Task, made_from: dict[str, str], on_adapter: bool) -> None:

@@ -323,11 +323,13 @@ def policy_trainer(
 
 
 def enough_rows(rows: list[dict], training: GRPOConfig) -> list[dict]:
-    """The rows, repeated where a batch needs more."""
-    needed = training.generation_batch_size // training.num_generations
+    """The rows, repeated where a step needs more: an epoch's end would end the step."""
+    passes = training.steps_per_generation * training.num_iterations
+    batches = max(1, training.gradient_accumulation_steps // passes)
+    needed = batches * training.generation_batch_size // training.num_generations
     if len(rows) >= needed:
         return rows
-    print(f"{len(rows)} rows for {needed} prompts per batch: rows are repeated")
+    print(f"{len(rows)} rows for {needed} prompts per step: rows are repeated")
     return [rows[i % len(rows)] for i in range(needed)]
 
 

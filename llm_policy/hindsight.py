@@ -145,6 +145,7 @@ class HindsightLearner:
             "epoch": self.epoch,
             "best": self.best,
             "generations": self.generations,
+            "packed": self.packed,
             "seconds": seconds,
         }
         with written_whole(folder, stands_on):
@@ -158,7 +159,7 @@ class HindsightLearner:
             raise InputError(f"{folder / STATE_FILE}: cannot be read ({error!s:.200}); train again") from error
         restore_learning_state(state, self.model, self.optimizer)
         self.seen, self.epoch, self.generations = set(state["seen"]), state["epoch"], state["generations"]
-        self.best = state["best"]
+        self.best, self.packed = state["best"], state.get("packed")  # asked again in a checkpoint of before
         return state["seconds"]
 
 

@@ -211,17 +211,16 @@ def test_chance_and_time_are_the_same_for_all(sandbox):
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_the_number_of_workers_changes_nothing(workers):
-    box = Sandbox(workers)
+    box, one = Sandbox(workers), Sandbox(1)
     codes = [random_program(f"1 {i}")[0] for i in range(20)] + [
         code for code, kind in HOSTILE.values() if kind != "timeout"
     ]
     try:
-        outcomes = box.run_all(codes * 2, empty(6, 6))
+        outcomes = box.run_all(codes, empty(6, 6))
+        assert outcomes == [one.run_all([code], empty(6, 6))[0] for code in codes]
     finally:
         box.close()
-    alone = [Sandbox(1).run_all([code], empty(6, 6))[0] for code in codes[:5]]
-    assert outcomes[: len(codes)] == outcomes[len(codes) :]
-    assert outcomes[:5] == alone
+        one.close()
 
 
 def test_what_is_given_stays_as_it_was(sandbox):
@@ -488,6 +487,9 @@ def test_the_best_program_is_kept(sandbox, tmp_path):
         code = f"def task(img):\n    return {grid}\n"
         keep_best(file, scored([code], sandbox.run_all([code], [[0, 0]]), wanted), number)
     assert json.loads(file.read_text())["generation"] == 4
+    code = "def task(img):\n    return [[1, 0]]\n"  # resumed from before: the fourth is not made yet
+    keep_best(file, scored([code], sandbox.run_all([code], [[0, 0]]), wanted), 2)
+    assert json.loads(file.read_text())["generation"] == 3
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"share": "x", "generation": 1, "code": ""}', '{"share": 1'])
@@ -547,10 +549,20 @@ def test_a_run_without_a_warm_start_takes_none_that_is_shared(answering_llama, t
     assert "(warm start 0 steps" in printed
 
 
-def test_a_weight_of_the_only_reward_is_refused(answering_llama, tmp_path):
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--reward_weights", "2"], r"--reward_weights \[2.0\]: drawing has one reward; leave its weight out"),
+        (
+            ["--gradient_accumulation_steps", "8", "--steps_per_generation", "4"],
+            r"--gradient_accumulation_steps 8: drawing counts one batch .*; at most 4 here",
+        ),
+    ],
+)
+def test_what_drawing_does_not_count_is_refused(more, message, answering_llama, tmp_path):
     options = [*OPTIONS, "--model_name_or_path", answering_llama, "--target", "2-vertical-lines"]
-    with pytest.raises(InputError, match=r"^--reward_weights \[2.0\]: drawing has one reward; leave its weight out"):
-        train_script.main([*map(str, options), "--reward_weights", "2", "--output_dir", str(tmp_path / "out")])
+    with pytest.raises(InputError, match=f"^{message}"):
+        train_script.main([*map(str, options), *more, "--output_dir", str(tmp_path / "out")])
 
 
 def test_best_ends_a_run(answering_llama, tmp_path, monkeypatch):

@@ -245,6 +245,21 @@ def test_the_taught_thoughts_loss_leaves_the_action_out():
     assert (loss.item(), sums["thought/log_probability"].item()) == (0.5 * 14 / 4, -14)
 
 
+def test_supervision_ends_an_answer_behind_its_label():
+    """Of several best actions each has its turn; what names no action stays as it is."""
+    tokenizer = tokenizer_of("llama")
+    objective = ExpectedObjective(tokenizer, ACTIONS, 0.0, "cloning")
+    texts = ["<think>.</think><answer>LEFT</answer>", "<think>at 3</think><answer>UP</answer>", "nothing"]
+    replies = [tokenizer.encode(text, add_special_tokens=False) for text in (*texts[:2], *texts[:2], texts[2])]
+    rewards = {"LEFT": [0.5, 0.5, 0.1, 0.2], "UP": [0.1, 0.2, 0.9, 0.3]}
+    rewards_BA = [rewards["LEFT"], rewards["UP"], rewards["UP"], rewards["LEFT"], rewards["UP"]]
+    found = [tokenizer.decode(ids) for ids in objective.labelled(replies, rewards_BA)]
+    best = [ACTIONS[0], ACTIONS[2], ACTIONS[2], ACTIONS[1]]
+    thoughts = [text.partition("<answer>")[0] for text in texts[:2]] * 2
+    assert found[4] == tokenizer.decode(replies[4])
+    assert found[:4] == [f"{thought}<answer>{a}</answer>" for thought, a in zip(thoughts, best, strict=True)]
+
+
 def test_without_an_exemplar_the_form_has_no_loss():
     loss, _ = ExpectedObjective(tokenizer_of("llama"), ("LEFT", "UP"), 0.0, form_coef=0.5).form_loss([], [], 2)
     assert loss.item() == 0.0

@@ -167,7 +167,7 @@ class Broken(gymnasium.Env):
     def reset(self, *, seed=None, options=None):
         if self.how == "reset raises":
             raise RuntimeError("no\nroad")
-        return np.zeros(2), {}
+        return np.full(2, np.nan if self.how == "nan reset" else 0.0), {}
 
     def step(self, action):
         if self.how == "step raises":
@@ -176,7 +176,7 @@ class Broken(gymnasium.Env):
         return np.full(2, np.nan if self.how == "nan observation" else 0.0), reward, False, False, {}
 
 
-HOW = ["reset raises", "step raises", "nan reward", "inf reward", "no reward", "nan observation"]
+HOW = ["reset raises", "nan reset", "step raises", "nan reward", "inf reward", "no reward", "nan observation"]
 
 
 @pytest.mark.parametrize("how", HOW)

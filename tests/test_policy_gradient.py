@@ -173,7 +173,7 @@ def test_gpt_2_is_an_actor(model, tmp_path, algorithm, actor):
         arguments_of(tmp_path / "gpt2", "--actor", actor, "--algorithm", algorithm, "--timesteps", 64)
     )
     before = [parameter.clone() for parameter in learner.policy.parameters()]
-    learner.algorithm.learn(64)
+    learner.algorithm.learn(96)
     assert learner.reader.encoder.size == 32
     changed = [not torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True)]
     assert sum(changed) > 4
@@ -188,7 +188,7 @@ def test_the_ratio_is_one_before_a_step(model, actor):
     learner = make_learner(
         arguments_of(model, "--actor", actor, "--n_epochs", 1, "--batch_size", 64, "--timesteps", 64)
     )
-    learner.algorithm.learn(64)
+    learner.algorithm.learn(96)
     assert learner.algorithm.logger.name_to_value["train/approx_kl"] < 1e-9
     assert learner.algorithm.logger.name_to_value["train/clip_fraction"] == 0
 
@@ -364,7 +364,10 @@ def test_runs_with_neighbouring_seeds_share_no_start(model):
 
 
 def test_a_linear_schedule_of_two_updates_learns_in_the_first(model):
-    make_learner(arguments_of(model, "--actor", "mlp", "--schedule", "linear", "--timesteps", "96"))
+    learner = make_learner(arguments_of(model, "--actor", "mlp", "--schedule", "linear", "--timesteps", "96"))
+    before = [parameter.clone() for parameter in learner.policy.parameters()]
+    learner.algorithm.learn(96)
+    assert not all(map(torch.equal, before, learner.policy.parameters()))
 
 
 def test_an_interval_of_few_episodes_is_wide():
@@ -667,7 +670,7 @@ def test_a_run_stands_beside_others(model, tmp_path, capfd):
     lake, first, second = (tmp_path / name for name in ("lake", "first", "second"))
     assert main(small(model, lake, "--env_id", "FrozenLake-v1", "--horizon_steps", 100)) == 0
     assert main(small(model, first)) == 0
-    assert main(small(model, second, "--actor", "frozen")) == 0
+    assert main(small(model, second, "--actor", "frozen", "--seed", 1)) == 0
     capfd.readouterr()
     assert evaluate_policy.main(["--policies", str(lake), "expert", "--output_dir", str(tmp_path / "a")]) == 0
     names = [row["policy"] for row in json.loads((tmp_path / "a" / "evaluation.json").read_text())["policies"]]
@@ -691,6 +694,11 @@ def test_a_run_stands_beside_others(model, tmp_path, capfd):
     assert len(rows) == 6
     for kind in ("greedy", "sampled"):  # the same episodes
         assert rows[f"{first}, {kind}"]["mean_return"] == own[f"trained, {kind}"]["mean_return"]
+    twice = ["--policies", str(second), "--seed", "0", "--output_dir", str(tmp_path / "e")]
+    assert evaluate_policy.main(twice) == 0
+    alone = {row["policy"]: row for row in json.loads((tmp_path / "e" / "evaluation.json").read_text())["policies"]}
+    for kind in ("greedy", "sampled"):  # those of the first run, whose seed is another
+        assert rows[f"{second}, {kind}"]["mean_return"] == alone[f"{second}, {kind}"]["mean_return"]
     capfd.readouterr()
     asked = ["--episodes", "4", "--samples_per_state", "0", "--seed", "9", "--output_dir", str(tmp_path / "c")]
     assert evaluate_policy.main(["--policies", str(first), str(second), *asked]) == 0

@@ -7,9 +7,11 @@ import shutil
 import subprocess
 import sys
 
+import gymnasium
 import numpy as np
 import pytest
 import yaml
+from gymnasium.envs.registration import EnvSpec
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from stub_endpoint import stub_endpoint
@@ -423,6 +425,7 @@ BAD_INPUT = [
     (["--judge_episodes", "1000000", "--horizon_steps", "1000000"], "1e+12 steps, expected at most 1e+09"),
     (["--proposer", "oracle"], "--proposer 'oracle': expected one of local, endpoint, random"),
     (["--history", "none"], "--history 'none': expected one of whole, best_and_recent"),
+    (["--history", "whole", "--history_best", "3"], "--history_best: is for --history best_and_recent"),
     (["--resume", "yes"], "--resume 'yes': expected one of auto, never"),
     (["--dtype", "int3"], "--dtype 'int3'"),
     (["--temperature", "-1"], "--temperature -1: expected a number of at least 0"),
@@ -568,6 +571,24 @@ def test_settings_reach_the_endpoint(monkeypatch):
         search_problem("FrozenLake-v1"), ProposerSettings("endpoint", **own), SearchSettings(seed=5), None, None
     )
     assert made == ("m", "http://h/v1", 77, 0.3, 5, 4, 9.0)
+
+
+class Coins(gymnasium.Env):
+    """Twenty coins; whoever guesses one has a point."""
+
+    observation_space, action_space = gymnasium.spaces.Discrete(1), gymnasium.spaces.Discrete(2)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return 0, {}
+
+    def step(self, action):
+        return 0, float(action == self.np_random.integers(2)), False, False, {}
+
+
+def test_a_random_policy_does_not_draw_the_numbers_of_the_environment(monkeypatch):
+    monkeypatch.setitem(gymnasium.registry, "Coins-v0", EnvSpec("Coins-v0", Coins, max_episode_steps=20))
+    assert SearchJudge(search_problem("Coins-v0"), 100, 0).of_uniform_random().value == pytest.approx(10, abs=1)
 
 
 def test_a_sampled_value_has_the_standard_error_of_its_mean():

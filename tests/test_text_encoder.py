@@ -73,6 +73,7 @@ def test_what_is_kept_is_bounded(folder, monkeypatch):
     monkeypatch.setattr(text_encoder, "KEPT_BYTES", 3 * 4 * encoder.size)
     everything = encoder.read(TEXTS)
     assert len(encoder._kept) == 3
+    assert sum(vector.untyped_storage().nbytes() for vector in encoder._kept.values()) == text_encoder.KEPT_BYTES
     assert_close(encoder.read(TEXTS), everything)
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.models import load_model, load_tokenizer
 from llm_policy.run_files import ROOT, only_process_in, write_run_files
 from tasks.tabular import TableJudge
-from train_script import main, read_options
+from train_script import enough_rows, main, read_options
 
 LAPTOP = str(ROOT / "configs/laptop.yaml")
 CSV = ROOT / "expert_demos_batched_avg_q.csv"
@@ -402,7 +403,16 @@ def test_few_states_are_repeated_to_fill_a_batch(answering_llama, tmp_path, caps
     path.write_text("\n".join(CSV.read_text().splitlines()[:2]) + "\n")
     arguments = small_run(answering_llama, tmp_path / "out", "--expert_csv", path, "--max_steps", 1)
     assert main(arguments) == 0
-    assert "1 rows for 2 prompts per batch: rows are repeated" in capsys.readouterr().out
+    assert "1 rows for 2 prompts per step: rows are repeated" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("accumulated", "needed"), [(2, 3), (4, 3), (8, 6)])
+def test_a_step_over_several_batches_has_rows_for_all_of_them(accumulated, needed):
+    training = SimpleNamespace(
+        generation_batch_size=12, num_generations=4, steps_per_generation=4, num_iterations=1,
+        gradient_accumulation_steps=accumulated,
+    )  # fmt: skip
+    assert enough_rows([{"row": 1}, {"row": 2}], training) == [{"row": 1 + i % 2} for i in range(needed)]
 
 
 def test_stop_when_collapsed(tmp_path):

@@ -1060,6 +1060,10 @@ def test_supervision_teaches_the_best_action_and_the_taught_thought(objective, t
     assert (thought_after > thought_before + 1).all()
     assert (best_before < 0.1).all()
     assert (best_after > 0.2).all()
+    rows = [{"row": row} for row in range(3) for _ in range(GROUP)]
+    stood_in = trainer._generate_and_score_completions([{"prompt": PROMPTS[r["row"]], **r} for r in rows])
+    labels = [n.action for n in trainer.expected.named_actions(stood_in["completion_ids"], stood_in["completion_mask"])]
+    assert labels == [int(ACTION_REWARDS[r["row"]].argmax()) for r in rows], "an answer ends behind its label"
     logged = [log for log in trainer.state.log_history if "action/expected_reward" in log]
     assert len(logged) == 30
     assert not any(name.startswith(("reward", "frac_reward", "sampled/")) for log in logged for name in log)

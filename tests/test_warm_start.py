@@ -292,9 +292,11 @@ def test_auto_teaches_what_is_not_well_formed_often_enough(validity, steps, tmp_
 
 def test_auto_does_not_ask_again_where_one_was_begun(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(warm_start, "sampled_format_validity", lambda *_: 0.0)
-    for asked in (True, False):
+    for asked in (True, False, True):
         started(tmp_path / "warm_start", warm_start="auto", should_stop=lambda: True)
         assert ("of sampled completions are as taught" in capsys.readouterr().out) == asked
+        if not asked:
+            torch.save({"made_from": "another"}, tmp_path / "warm_start.partial")
 
 
 @pytest.mark.parametrize("harm", [None, "cut", "another"])

@@ -1,6 +1,7 @@
 """A Gymnasium environment by its name, and the rollout that everything here shares.
 
-Judges, the expert's episodes, policy search and policy gradients all play through `steps`.
+Judges, the expert's episodes and policy search play through `steps`, and so do the policies that look at nothing beside
+policy gradients, which stable-baselines3 plays otherwise.
 """
 
 import functools
@@ -207,6 +208,8 @@ def steps(env: gymnasium.Env, actor: Actor, episodes: int, seed: int) -> Iterato
         # The seed is given once: each reset with a seed would repeat the same episode.
         try:
             observation, _ = env.reset(seed=seed if episode == 0 else None)
+            if not is_whole_number and np.isnan(observation).any():
+                raise ValueError(f"observation {observation}")
         except Exception as error:  # whatever an environment of another's making raises
             raise InputError(f"environment {_name(env)}: its reset failed: {_one_line(error)}") from error
         has_ended = False

@@ -47,9 +47,9 @@ Such a thought follows from the map alone: no action is taught by it. An answer 
 one of them alone was rehearsed, answers went on with what follows the action's name in the thought (LOG.md).
 
 `cloning` (behaviour cloning) and `distillation` are supervision, for comparison. Nothing is sampled: the reply that the
-warm start teaches stands in place of each completion, and its other tokens have advantage 1. With loss_type luspo that
-is plain fine-tuning on thought and label; with TRL's dapo a token of the thought weighs less than the label, by the
-number of tokens in a reply. `distillation` has the optimum of `expected` and `natural`.
+warm start teaches, with a best action, stands in place of each completion, and its other tokens have advantage 1. With
+loss_type luspo that is plain fine-tuning on thought and label; with TRL's dapo a token of the thought weighs less than
+the label, by the number of tokens in a reply. `distillation` has the optimum of `expected` and `natural`.
 
 Under `expected` and `natural` a readable action in a malformed completion counts like a well-formed one, because the
 other tokens teach the form. A group whose rewards agree has a gradient as long as one of its completions names an
@@ -146,6 +146,26 @@ class ExpectedObjective:
     def branches(self, named: Sequence[NamedAction]) -> list[Branch]:
         """What the packed pass has to score besides: every legal action at each of these places."""
         return [Branch(n.completion, n.start, token_ids) for n in named for token_ids in self.token_ids]
+
+    def labelled(self, replies: Sequence[Sequence[int]], rewards_BA: Sequence[Sequence[float]]) -> list[list[int]]:
+        """Taught replies with a best action in the place of theirs: supervision ends an answer behind its label.
+
+        Where several are best, equal replies take them in turn.
+
+        Args:
+            replies: token ids of each taught reply (B lists).
+        """
+        length = max(map(len, replies))
+        ids_BT = torch.tensor([[*reply, *[0] * (length - len(reply))] for reply in replies])
+        mask_BT = torch.tensor([[1] * len(reply) + [0] * (length - len(reply)) for reply in replies])
+        found = list(map(list, replies))
+        for n in self.named_actions(ids_BT, mask_BT):
+            rewards_A = list(rewards_BA[n.completion])
+            best = [a for a, reward in enumerate(rewards_A) if reward >= max(rewards_A) - REWARD_ROUNDING]
+            label = self.token_ids[best[n.completion % len(best)]]
+            reply = found[n.completion]
+            found[n.completion] = [*reply[: n.start], *label, *reply[n.stop :]]
+        return found
 
     def rehearsed(
         self, taught: Sequence[NamedAction], replies: Sequence[Sequence[int]]

@@ -225,6 +225,8 @@ class PolicyTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         self._guessed_B = self.guesses and self.guesses(inputs)
+        if self.is_supervised:
+            self._guessed_B = self.expected.labelled(self._guessed_B, self.action_rewards(inputs))
         output = super()._generate_and_score_completions(inputs)
         metrics = self._metrics["train" if self.model.training else "eval"]
         metrics["frac_reward_zero_std"][-1] = self._unanimous_share

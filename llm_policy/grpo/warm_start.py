@@ -73,8 +73,8 @@ def warm_started(
         raise InputError(f"{folder}: is gone, and the checkpoints stand on it; choose another --output_dir")
     if script.warm_start == "never" or has_begun or not lessons:  # steps without a warm start: none was needed
         return model, {"steps": 0}
-    unfinished = folder.with_name(f"{folder.name}.partial")
-    if script.warm_start == "auto" and not processes.from_main(unfinished.exists):
+    unfinished = Unfinished(folder.with_name(f"{folder.name}.partial"), made_from)
+    if script.warm_start == "auto" and not processes.from_main(lambda: unfinished.state() is not None):
         validity = sampled_format_validity(model, reader, lessons, is_reply)
         needed = script.warm_start_threshold
         print(f"warm start: {validity:.0%} of sampled completions are as taught ({needed:.0%} needed)", flush=True)
@@ -99,7 +99,7 @@ def warm_started(
             threshold=script.warm_start_threshold,
             seed=seed,
             should_stop=should_stop,
-            unfinished=Unfinished(unfinished, made_from),
+            unfinished=unfinished,
         )
         if should_stop():
             return model, report
@@ -114,7 +114,7 @@ def warm_started(
                 student.save_pretrained(folder)
                 report["made_from"] = made_from
                 (folder / REPORT_FILE).write_text(json.dumps(report) + "\n")
-            unfinished.unlink(missing_ok=True)
+            unfinished.file.unlink(missing_ok=True)
         processes.wait_for_files(folder)
     return adapters.stood_on(student.unload(), folder), report
 
@@ -267,19 +267,26 @@ class Unfinished:
         torch.save(state, writing)
         writing.replace(self.file)
 
-    def take_up(
-        self, model: PeftModel, optimizer: torch.optim.Optimizer, generator: torch.Generator, report: dict
-    ) -> None:
-        """Bring everything to where the file left it; nothing where there is none, or a damaged one."""
+    def state(self) -> dict | None:
+        """What the file holds; None, and why in a line, where it is damaged or of another warm start."""
         try:
             state = torch.load(self.file, map_location="cpu", weights_only=True)
         except FileNotFoundError:
-            return
+            return None
         except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError):
             print(f"{self.file}: cannot be read; the warm start begins again", flush=True)
-            return
+            return None
         if state["made_from"] != self.made_from:
             print(f"{self.file}: of another model, lessons or settings; the warm start begins again", flush=True)
+            return None
+        return state
+
+    def take_up(
+        self, model: PeftModel, optimizer: torch.optim.Optimizer, generator: torch.Generator, report: dict
+    ) -> None:
+        """Bring everything to where the file left it; nothing where it is of no use."""
+        state = self.state()
+        if state is None:
             return
         adapters.restore_learning_state(state, model, optimizer)
         generator.set_state(state["order"])

@@ -58,13 +58,17 @@ class PolicyGradientArguments:
     env_options: dict | str | None = field(
         default="{}", metadata={"help": 'JSON for gymnasium.make: {"is_slippery": false}.'}
     )
-    horizon_steps: int | None = field(default=None, metadata={"help": "Step limit. Default: the environment's."})
+    horizon_steps: int | None = field(
+        default=None, metadata={"help": "Step limit. Default: the environment's, else 100."}
+    )
     model_name_or_path: str = field(
         default=str(EMBEDDED_MODEL), metadata={"help": "Hub id, folder or GGUF file of the language model."}
     )
     dtype: str = field(
         default="auto",
-        metadata={"help": "Its weights: bfloat16, float32; auto: float32 for lora, else the faster one, measured."},
+        metadata={
+            "help": "Its weights: float32, bfloat16, float16; auto: float32 for lora, else the faster one, measured."
+        },
     )
     pooling: str = field(default="last", metadata={"help": "Of its hidden states: last token, or mean over the text."})
     center: bool = field(
@@ -119,8 +123,12 @@ class PolicyGradientArguments:
     ortho_init: bool = field(default=True, metadata={"help": "Orthogonal weights at the start, heads only."})
     judge_episodes: int = field(default=20, metadata={"help": "Fresh episodes per policy that has no exact score."})
     seed: int = field(default=0, metadata={"help": "Of weights, actions, minibatches and environments."})
-    logging_steps: int | None = field(default=None, metadata={"help": f"Default: {LINES} lines in a run."})
-    save_steps: int | None = field(default=None, metadata={"help": f"Default: {SAVES} checkpoints in a run."})
+    logging_steps: int | None = field(
+        default=None, metadata={"help": f"Steps between lines. Default: at most {LINES} in a run."}
+    )
+    save_steps: int | None = field(
+        default=None, metadata={"help": f"Steps between checkpoints. Default: at most {SAVES}."}
+    )
     output_dir: str | None = field(
         default=None, metadata={"help": "Default: runs/policy_gradient/ENV_ID-ALGORITHM-ACTOR."}
     )

@@ -274,7 +274,10 @@ def compare(
     Args:
         answers_of: name -> `answers`.
     """
-    about = {"env_id": environment.env_id, "horizon_steps": environment.horizon_steps, "env_options": arguments.options}
+    about = {
+        "env_id": environment.env_id, "horizon_steps": environment.horizon_steps, "env_options": arguments.options,
+        "seed": arguments.seed,
+    }  # fmt: skip
     title = f"{environment.env_id}{f' {arguments.env_options}' if arguments.options else ''}, seed {arguments.seed}"
     if table is None:
         scores = reference_scores(environment, arguments)
@@ -346,12 +349,14 @@ def _answers_of(
 
 
 def compare_runs(folders: Sequence[Path], is_sampled: bool, **asked: int) -> PolicyComparison:
-    """Finished runs in one environment without a table of states, beside each other.
+    """Finished runs in one environment without a table of states, beside each other, judged as the first one is.
 
     Args:
-        asked: options that stand above those of the runs: `judge_episodes`, `seed`.
+        asked: options that stand above those of the first run: `judge_episodes`, `seed`.
     """
     loaded = {folder: load_run(folder) for folder in folders}
+    _, first = loaded[folders[0]]
+    asked = {"judge_episodes": first.judge_episodes, "seed": first.seed} | asked  # the same for all runs
     runs = {folder: (learner, replace(settings, **asked)) for folder, (learner, settings) in loaded.items()}
     learner, arguments = runs[folders[0]]
     played_in = learner.environment.env_id, arguments.options, learner.environment.horizon_steps

@@ -185,10 +185,14 @@ def make_reader(arguments: PolicyGradientArguments, environment: GymEnvironment,
 
 
 def likely_vectors(environment: GymEnvironment, env: VecNormalize) -> np.ndarray:
-    """One-hot rows of all states, up to some; or vectors as scaled observations are: normal, the same each time."""
+    """One-hot rows of all states, or of some spread over them; or normal ones, as scaled observations are."""
     space = env.observation_space
     if isinstance(environment.env.observation_space, Discrete):
-        return np.eye(space.shape[0])[:LIKELY_STATES]
+        states = space.shape[0]
+        chosen = np.unique(np.linspace(0, states - 1, LIKELY_STATES).astype(int))
+        rows_NS = np.zeros((len(chosen), states))
+        rows_NS[np.arange(len(chosen)), chosen] = 1.0
+        return rows_NS
     return np.random.default_rng(0).normal(size=(LIKELY_STATES, *space.shape))
 
 

@@ -85,7 +85,8 @@ class TextEncoder:
         found = {text: self._kept[text] for text in texts if text in self._kept}
         for first in range(0, len(unknown), TEXTS_PER_PASS):
             part = unknown[first : first + TEXTS_PER_PASS]
-            found.update(zip(part, self._encode(part), strict=True))
+            vectors = self._encode(part)
+            found.update((text, vector.clone()) for text, vector in zip(part, vectors, strict=True))  # each on its own
         for text, vector in found.items():
             self._kept[text] = vector
             self._kept.move_to_end(text)

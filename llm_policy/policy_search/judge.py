@@ -75,7 +75,7 @@ class SearchJudge:
         if self.environment.mdp is not None:
             return self.of_table(np.full(self.environment.mdp.rewards_SA.shape, 1.0 / self.space.outputs))
         actions = self.environment.env.action_space
-        actions.seed(self.seed)
+        actions.seed(seed_of(self.seed, "actions"))  # else it draws the numbers of the environment
         return _sampled(returns(self.environment.env, lambda _: actions.sample(), self.episodes, self.seed))
 
 

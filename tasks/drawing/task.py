@@ -127,8 +127,13 @@ def batch_metrics(shares: Sequence[float], errors: Mapping[str, int]) -> dict[st
 
 
 def keep_best(file: Path, score: Score, generations_before: int) -> None:
-    """Write the best program of a batch to `file` if it is better than the one there."""
+    """Write the best program of a batch to `file` if it is better than the one there.
+
+    One of a later batch is of steps that a resumed run takes again: it does not count.
+    """
     before = read_found(file)
+    if before and before["generation"] > generations_before:
+        before = None
     if before is None or score.best > before["share"]:
         number = generations_before + score.shares.index(score.best) + 1
         content = {"share": score.best, "generation": number, "code": score.best_code}
@@ -158,6 +163,16 @@ def make_task(arguments: Arguments, training, tokenizer: PreTrainedTokenizerBase
         raise InputError(
             f"--logging_steps {interval:g}: drawing counts its programs in every step's line; leave it at 1"
         )
+    if isinstance(training, GRPOConfig):
+        passes, accumulated = (
+            training.steps_per_generation * training.num_iterations,
+            training.gradient_accumulation_steps,
+        )
+        if accumulated > passes:
+            raise InputError(
+                f"--gradient_accumulation_steps {accumulated}: drawing counts one batch of programs in a step; at most "
+                f"{passes} here (steps_per_generation x num_iterations)"
+            )
     target = read_target(arguments.target)
     sandbox = Sandbox()
     reader = Reader(tokenizer, training.max_completion_length)
