@@ -173,7 +173,7 @@ def test_gpt_2_is_an_actor(model, tmp_path, algorithm, actor):
         arguments_of(tmp_path / "gpt2", "--actor", actor, "--algorithm", algorithm, "--timesteps", 64)
     )
     before = [parameter.clone() for parameter in learner.policy.parameters()]
-    learner.algorithm.learn(96)
+    learner.algorithm.learn(64)
     assert learner.reader.encoder.size == 32
     changed = [not torch.equal(a, b) for a, b in zip(before, learner.policy.parameters(), strict=True)]
     assert sum(changed) > 4
@@ -188,7 +188,7 @@ def test_the_ratio_is_one_before_a_step(model, actor):
     learner = make_learner(
         arguments_of(model, "--actor", actor, "--n_epochs", 1, "--batch_size", 64, "--timesteps", 64)
     )
-    learner.algorithm.learn(96)
+    learner.algorithm.learn(64)
     assert learner.algorithm.logger.name_to_value["train/approx_kl"] < 1e-9
     assert learner.algorithm.logger.name_to_value["train/clip_fraction"] == 0
 

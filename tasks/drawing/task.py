@@ -164,11 +164,8 @@ def make_task(arguments: Arguments, training, tokenizer: PreTrainedTokenizerBase
             f"--logging_steps {interval:g}: drawing counts its programs in every step's line; leave it at 1"
         )
     if isinstance(training, GRPOConfig):
-        passes, accumulated = (
-            training.steps_per_generation * training.num_iterations,
-            training.gradient_accumulation_steps,
-        )
-        if accumulated > passes:
+        passes = training.steps_per_generation * training.num_iterations
+        if (accumulated := training.gradient_accumulation_steps) > passes:
             raise InputError(
                 f"--gradient_accumulation_steps {accumulated}: drawing counts one batch of programs in a step; at most "
                 f"{passes} here (steps_per_generation x num_iterations)"
