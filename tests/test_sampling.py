@@ -6,7 +6,7 @@ import torch
 from tiny_policies import ARCHITECTURE_NAMES, add_random_adapter, fill_adapter, plain_scores, random_policy, token_ids
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig, Lfm2Config
 
-from llm_policy import prompt_cache, sampling
+from llm_policy import decoding, prompt_cache, sampling
 from llm_policy.chat import prompt_token_ids
 from llm_policy.models import EMBEDDED_MODEL, load_model, load_tokenizer
 from llm_policy.sampling import sample_completions
@@ -202,7 +202,7 @@ def test_later_tokens_follow_their_own_prefix(architecture, guess):
     ids=["quantised", "not tried"],
 )
 def test_other_models_decode_with_generate_and_say_so(capsys, change, guess):
-    prompt_cache._say_once.cache_clear()
+    prompt_cache.say_once.cache_clear()
     model, config = random_policy("llama"), generation(**GREEDY)
     expected = sample_completions(model, PROMPTS, config, GROUP)
     assert capsys.readouterr().out == ""
@@ -229,7 +229,7 @@ def test_architectures_that_share_their_prompts(architecture):
         )
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).eval()
-    prompt_cache._say_once.cache_clear()
+    prompt_cache.say_once.cache_clear()
     config = generation(**GREEDY, max_new_tokens=16)
     expected = [generated_alone(model, prompt, config) for prompt in PROMPTS]
     assert len({tuple(completion) for completion in expected}) == len(PROMPTS)
@@ -275,6 +275,55 @@ def test_completions_are_at_least_as_long_as_asked():
     assert sample_completions(model, PROMPTS, config) == expected
     guesses = [completion[:3] for completion in expected]
     assert sample_completions(model, PROMPTS, config, guesses=guesses) == expected
+
+
+# In fixed places -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("guess", [[], token_ids(10, seed=3)], ids=["free", "guessed"])
+@pytest.mark.parametrize("options", [{}, GREEDY, {"min_new_tokens": 10}], ids=["sampled", "greedy", "at least"])
+@pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
+def test_fixed_places_change_no_token(architecture, options, guess, monkeypatch):
+    """What a CUDA graph replays, carried out step by step; rows of several lengths, which end at different times."""
+    model, config = random_policy(architecture), generation(max_new_tokens=40, eos_token_id=[*range(1, 40)], **options)
+    noise_RT = torch.rand(len(PROMPTS) * GROUP, 40, generator=torch.Generator().manual_seed(1))
+    guesses = [guess] * len(PROMPTS)
+    expected = sample_completions(model, PROMPTS, config, GROUP, guesses=guesses, noise_RT=noise_RT)
+    if config.do_sample:
+        assert len({len(completion) for completion in expected}) > 2
+    recordings = []
+    monkeypatch.setattr(decoding, "DEVICES", ("cpu",))
+    monkeypatch.setattr(decoding, "recorded", lambda step: recordings.append(step) or step)
+    assert sample_completions(model, PROMPTS, config, GROUP, guesses=guesses, noise_RT=noise_RT) == expected
+    assert len(recordings) == 1
+
+
+def test_fixed_places_end_when_all_rows_have_ended(monkeypatch):
+    model = random_policy("llama")
+    ends = {generated_alone(model, prompt, generation(**GREEDY))[1] for prompt in PROMPTS}
+    config = generation(**GREEDY, eos_token_id=sorted(ends), max_new_tokens=100)
+    expected = sample_completions(model, PROMPTS, config, GROUP)
+    monkeypatch.setattr(decoding, "DEVICES", ("cpu",))
+    shapes = model_passes(model)
+    assert sample_completions(model, PROMPTS, config, GROUP) == expected
+    assert len(shapes) == decoding.BETWEEN_LOOKS
+
+
+def test_a_recording_that_fails_is_said_and_done_without(capsys, monkeypatch):
+    def fails(*_arguments, **_options):
+        raise RuntimeError("operation not permitted when stream is capturing\nCompile with ...")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", fails)
+    monkeypatch.setattr(decoding, "DEVICES", ("cpu",))
+    model, config = random_policy("llama"), generation(**GREEDY, max_new_tokens=40)
+    alone = [generated_alone(model, prompt, config) for prompt in PROMPTS]
+    prompt_cache.say_once.cache_clear()
+    capsys.readouterr()
+    assert sample_completions(model, PROMPTS, config) == alone
+    said = "decoding without a CUDA graph, which is slower: operation not permitted when stream is capturing\n"
+    assert capsys.readouterr().out == said
 
 
 # Guesses ------------------------------------------------------------------------------------------------------
