@@ -25,10 +25,20 @@ announce(
     "PyTorch, Transformers and TRL. Then each phase of a training run is timed, about three minutes on two CPU cores",
 )
 
-import torch
 from figures import check_output, save_figures
 from peft import LoraConfig, get_peft_model
-from step_time import IS_REPLY, LAKE, WORDS, Meter, StepArguments, build, format_of, lessons, one_step
+from step_time import (
+    IS_REPLY,
+    LAKE,
+    WORDS,
+    Meter,
+    StepArguments,
+    build,
+    format_of,
+    lessons,
+    matrix_product_rate,
+    one_step,
+)
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -38,7 +48,6 @@ from llm_policy.errors import run_script
 from llm_policy.grpo.warm_start import teach_format
 from llm_policy.hardware import take_granted_threads
 from llm_policy.models import EMBEDDED_MODEL, ROOT, load_model, load_tokenizer
-from llm_policy.number_format import FORMATS
 from tasks.tabular import TableJudge
 
 WARM_START_STEPS, GRPO_STEPS, EVALUATIONS = 5, 30, 7  # of a run of configs/laptop.yaml that learns in 30 steps
@@ -54,13 +63,6 @@ def seconds(function) -> float:
     started = time.perf_counter()
     function()
     return time.perf_counter() - started
-
-
-def matrix_product_rate(dtype: str) -> float:
-    """Floating-point operations per second of a product of 2048 x 2048 matrices; the best of five."""
-    a, b = torch.randn(2, 2048, 2048, dtype=FORMATS[dtype])
-    torch.mm(a, b)
-    return 2 * 2048**3 / min(seconds(lambda: torch.mm(a, b)) for _ in range(5))
 
 
 @dataclass

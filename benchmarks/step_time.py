@@ -9,8 +9,11 @@
 Same model, prompts, objective (`grpo`), completion lengths and rewards (random, so that every group has variance).
 Without `--taught` the untrained model writes completions of one length that have nothing in common: free text. With
 `--taught` completions are what training samples after the warm start: one sentence, then the action. The memory of each
-path is measured in a process of its own, because the allocator returns nothing to the other. The floor of sampling is
-what the model's matrix products alone take, a token of all completions at a time.
+path is measured in a process of its own, because the allocator returns nothing to the other.
+
+The floor of sampling is what the model's matrix products alone take, a token of all completions at a time. The floor of
+the step, on a CPU, is all operations of its products and attention (torch's FlopCounterMode), at the rate of one large
+product in the same number format: TRL's seconds divided by it are the most that computing the same tokens can gain.
 """
 
 import itertools
@@ -40,6 +43,7 @@ from figures import check_output, save_figures
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoModelForCausalLM,
     GemmaConfig,
@@ -196,6 +200,25 @@ def floor_of_sampling(model: torch.nn.Module, rows: int, tokens: int) -> float:
     return float(np.median(seconds)) * tokens
 
 
+def matrix_product_rate(dtype: str) -> float:
+    """Floating-point operations per second of a product of 2048 x 2048 matrices; the best of five."""
+    a, b = torch.randn(2, 2048, 2048, dtype=FORMATS[dtype])
+    torch.mm(a, b)
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        torch.mm(a, b)
+        seconds.append(time.perf_counter() - started)
+    return 2 * 2048**3 / min(seconds)
+
+
+def floor_of_step(trainer: PolicyTrainer, meter: "Meter", dtype: str) -> float:
+    """Seconds of the products and attention of one step, at the rate of one large product; on CPUs."""
+    with FlopCounterMode(display=False) as counter:
+        one_step(trainer, meter)
+    return counter.get_total_flops() / matrix_product_rate(dtype)
+
+
 def gemma_2b(tokenizer: PreTrainedTokenizerBase, dtype: str) -> PreTrainedModel:
     """Gemma-2B's architecture at full size, random weights: time and memory do not depend on them."""
     config = GemmaConfig(
@@ -335,6 +358,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     ratios = [a["seconds"] / b["seconds"] for a, b in zip(rounds["stock TRL"], rounds["packed"], strict=True)]
     spread = f"from {min(ratios):.2f} to {max(ratios):.2f}"
     print(f"stock / packed, median of {len(ratios)} rounds: {np.median(ratios):.2f} ({spread})")
+    step_floor = None
+    if not torch.cuda.is_available():
+        print("counting the operations of one more step ...", flush=True)
+        step_floor = floor_of_step(trainers["packed"], meters["packed"], arguments.dtype)
+        most = medians["stock TRL"]["seconds"] / step_floor
+        print(f"floor of the packed step: {step_floor:.2f} s; stock takes {most:.1f} times that")
     if others.output:
         figures = {
             "dtype": arguments.dtype,
@@ -342,6 +371,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "medians": medians,
             "peak_memory_gb": memory,
             "floor_of_sampling": floor,
+            "floor_of_step": step_floor,
             "ratio": float(np.median(ratios)),
         }
         save_figures(others.output, figures)

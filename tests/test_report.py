@@ -599,12 +599,13 @@ def test_speed_section(results):
         "rounds": {name: [{"seconds": s} for s in steps] for name, steps in rounds.items()},
         "peak_memory_gb": {"stock TRL": 5.0, "packed": 4.0},
         "floor_of_sampling": 0.5,
+        "floor_of_step": 2.5,
     }
     (results / "speed/step_time/one.json").write_text(json.dumps(content))
     (line,) = speed.speed_section().splitlines()[2:]
     assert line == (
         "| [one](results/speed/step_time/one.json) | **5.0** (4.0 to 6.0) | 40.0, 10.0 | 2.0, 2.0 | 3.0, 3.0 "
-        f"| 100, 100 | 5.0, 4.0 | 4.0 | 2 CPU threads, a processor, float32 | {WHEN} |"
+        f"| 100, 100 | 5.0, 4.0 | 4.0 | 16.0 | 2 CPU threads, a processor, float32 | {WHEN} |"
     )
 
 

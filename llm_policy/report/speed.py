@@ -12,7 +12,7 @@ def speed_section() -> str:
     """speed/step_time/*.json: a step on TRL's path and on this one, with its parts, and the ratio."""
     headers = (
         "benchmark", "TRL / here", "seconds per step", "sampling", "training pass", "tokens computed",
-        "peak memory, GB", "sampling, times its floor", "processor", "date, commit",
+        "peak memory, GB", "sampling, times its floor", "TRL / floor", "processor", "date, commit",
     )  # fmt: skip
     rows = []
     for file in sorted((files.RESULTS / SPEED / "step_time").glob("*.json")):
@@ -29,6 +29,7 @@ def speed_section() -> str:
                     f"{stock['tokens']:.0f}, {packed['tokens']:.0f}",
                     ", ".join(f"{gb:.1f}" for gb in content["peak_memory_gb"].values() if gb is not None),
                     f"{packed['sampling'] / content['floor_of_sampling']:.1f}",
+                    f"{stock['seconds'] / floor:.1f}" if (floor := content.get("floor_of_step")) else "",
                     ", ".join(content[key] for key in ("device", "processor", "dtype") if key in content),
                     date_and_commit(made(file)),
                 ]
