@@ -157,6 +157,7 @@ step() { # NAME OPTIONS...
 all_parts() {
   part "device" 20 device
   part "embedded model" 60 embedded_model
+  part "tokens of a recorded pass" 60 "$python" -m pytest -q tests/test_sampling.py -k on_a_gpu
   # The limits add up to more than there is: what is asked for first comes first
   part "step, seed's batch of 32 tokens" 90 step 4x4x32 --prompts 4 --group 4 --accumulation 4 --completion_tokens 32 \
     --measure_memory false
@@ -169,7 +170,7 @@ all_parts() {
   part "three steps of the real command" 120 interrupted_and_resumed "$gemma"
   part "lake, seed ${seeds[0]}" 90 lake "${seeds[0]}"
   if ! $rehearsal; then
-    part "step, one prompt and 64 completions" 120 step 1x64x200 --prompts 1 --group 64 --accumulation 4 \
+    part "step, one prompt and 64 completions" 150 step 1x64x200 --prompts 1 --group 64 --accumulation 4 \
       --completion_tokens 200 --measure_memory false
     part "step, long prompts" 120 step 8x8x128 --prompts 8 --group 8 --accumulation 8 --completion_tokens 128 \
       --prompt_tokens 600 --measure_memory false

@@ -136,7 +136,7 @@ class Meter(TrainerCallback):
                 self.tokens += of_a_pass
                 replay()
 
-            return counted_replay if of_a_pass else replay
+            return step if replay is step else counted_replay
 
         embedding.register_forward_hook(hook)
         recorded, decoding.recorded = decoding.recorded, counted

@@ -85,18 +85,18 @@ class PromptCache(Cache):
         finally:
             config._attn_implementation = usual
         if self.fixed is not None:
-            self.fixed.place += 1
+            self.fixed.next_own.add_(1)
         return logits_CNV
 
     def fix(self, room: int) -> None:
         """From now on no shape changes: a pass has one token per row, there are `room` of them, and all rows stay."""
         before_CM = torch.cat([self.visible_PL[self.prompt_C], self.visible_CK], dim=1)
         key_positions_CM = torch.cat([self.positions_PL[self.prompt_C], self.positions_CK], dim=1)
-        place = torch.tensor([self.visible_CK.size(1)], device=before_CM.device)
+        next_own = torch.tensor([self.visible_CK.size(1)], device=before_CM.device)
         more = (0, room)
-        self.fixed = FixedPlaces(pad(before_CM, more), pad(key_positions_CM, more), self.visible_PL.size(1), place)
+        self.fixed = FixedPlaces(pad(before_CM, more), pad(key_positions_CM, more), self.visible_PL.size(1), next_own)
         for layer in self.layers:
-            layer.fix(self.visible_CK.size(1) + room, len(self.prompt_C), place)
+            layer.fix(self.visible_CK.size(1) + room, len(self.prompt_C), next_own)
 
     def select(self, parents_C: torch.Tensor, kept_C: torch.Tensor) -> None:
         """Row i continues row `parents_C[i]` (ascending) with the first `kept_C[i]` tokens of its last pass.
@@ -147,18 +147,18 @@ class PromptCache(Cache):
 class FixedPlaces:
     """Which keys are read, and their positions, (C, M) each, with room for all that will be written.
 
-    `place` (1,) is the own place of the next token, of all rows alike.
+    `next_own` (1,) is the own place of the next token, of all rows alike.
     """
 
     visible_CM: torch.Tensor
     positions_CM: torch.Tensor
     of_prompt: int
-    place: torch.Tensor
+    next_own: torch.Tensor
 
     def with_token(self, positions_C1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Write down the next token, and return what it sees (C, 1, M), and all positions (C, M)."""
-        self.visible_CM.index_fill_(1, self.of_prompt + self.place, True)
-        self.positions_CM.index_copy_(1, self.of_prompt + self.place, positions_C1)
+        self.visible_CM.index_fill_(1, self.of_prompt + self.next_own, True)
+        self.positions_CM.index_copy_(1, self.of_prompt + self.next_own, positions_C1)
         return self.visible_CM[:, None], self.positions_CM
 
 
@@ -169,13 +169,13 @@ class OwnLayer(DynamicLayer):
         super().__init__()
         self.prompt_keys_PHLD, self.prompt_values_PHLD = prompt_keys_PHLD, prompt_values_PHLD
         self.length, self.capacity = 0, capacity  # of a row: places written, places there are
-        self.place: torch.Tensor | None = None  # once fixed: where the next token goes
+        self.next_own: torch.Tensor | None = None  # once fixed: where the next token goes
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_args, **_options):
-        if self.place is not None:
-            self.keys.index_copy_(2, self.place, key_states)
-            self.values.index_copy_(2, self.place, value_states)
+        if self.next_own is not None:
+            self.keys.index_copy_(2, self.next_own, key_states)
+            self.values.index_copy_(2, self.next_own, value_states)
             return self.keys, self.values
         before, self.length = self.length, self.length + key_states.size(2)
         if self.keys is None or self.length > self.capacity:
@@ -205,7 +205,7 @@ class OwnLayer(DynamicLayer):
             for own in (self.keys, self.values)
         )
 
-    def fix(self, capacity: int, rows: int, place: torch.Tensor) -> None:
+    def fix(self, capacity: int, rows: int, next_own: torch.Tensor) -> None:
         """Room for all places, with zeros, because what is not visible is read, too, with weight 0."""
         _, heads, _, size = self.prompt_keys_PHLD.shape
         roomy = [self.prompt_keys_PHLD.new_zeros(rows, heads, capacity, size) for _ in range(2)]
@@ -213,7 +213,7 @@ class OwnLayer(DynamicLayer):
             for own, whole in zip((self.keys, self.values), roomy, strict=True):
                 whole[:, :, : self.length] = own[:, :, : self.length]
         self.keys, self.values = roomy
-        self.capacity, self.place = capacity, place
+        self.capacity, self.next_own = capacity, next_own
 
     def get_seq_length(self) -> int:
         return self.length + self.prompt_keys_PHLD.size(2)
@@ -285,7 +285,7 @@ def holds_prompts_once(model: PreTrainedModel) -> bool:
     is_usual = config._attn_implementation in USUAL and not getattr(model, "is_quantized", False)
     if config.model_type in TRIED and is_usual and not turns_by_length(model):
         return True
-    say_once(f"{config.model_type}: each completion decodes with a copy of its prompt, which is slower")
+    _say_once(f"{config.model_type}: each completion decodes with a copy of its prompt, which is slower")
     return False
 
 
@@ -297,5 +297,5 @@ def turns_by_length(model: PreTrainedModel) -> bool:
 
 
 @cache
-def say_once(line: str) -> None:
+def _say_once(line: str) -> None:
     print(line, flush=True)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
-from llm_policy.decoding import FixedDecoding, end_tokens, pays, pick, up_to_end
+from llm_policy.decoding import FixedDecoding, end_tokens, is_worth_recording, pick, up_to_end
 from llm_policy.processes import progress
 from llm_policy.prompt_cache import PromptCache, holds_prompts_once
 
@@ -184,7 +184,7 @@ def _sample_along(
     they are what was guessed; the first that is not ends its share of the pass, and is a sample like the others
     (speculative sampling, Leviathan et al. 2023, arXiv 2211.17192, with a guess in place of a draft model). Completions
     that are equal so far share a row. With guesses that fail (`_guessed_next`), or none, this is decoding token by
-    token.
+    token; on CUDA in fixed places from then on (`FixedDecoding`), which no guess interrupts again.
 
     Args:
         prompts: cache of all prompts without their last token.
@@ -206,7 +206,7 @@ def _sample_along(
             ahead.append(guessed[: min(most, config.max_new_tokens - 1 - len(done))])
         longest = max(map(len, ahead))
         to_come = config.max_new_tokens - min(len(completions[first]) for first, *_ in rows)
-        if longest == 0 and pays(ids_PL.device, to_come):
+        if longest == 0 and is_worth_recording(ids_PL.device, to_come):
             _decode_fixed(model, cache, last_C, positions_C, rows, completions, noise_RT, config)
             break
         padded = [[*tokens, *[config.pad_token_id] * (longest - len(tokens))] for tokens in ahead]

@@ -1,4 +1,5 @@
 import copy
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -202,7 +203,7 @@ def test_later_tokens_follow_their_own_prefix(architecture, guess):
     ids=["quantised", "not tried"],
 )
 def test_other_models_decode_with_generate_and_say_so(capsys, change, guess):
-    prompt_cache.say_once.cache_clear()
+    prompt_cache._say_once.cache_clear()
     model, config = random_policy("llama"), generation(**GREEDY)
     expected = sample_completions(model, PROMPTS, config, GROUP)
     assert capsys.readouterr().out == ""
@@ -229,7 +230,7 @@ def test_architectures_that_share_their_prompts(architecture):
         )
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).eval()
-    prompt_cache.say_once.cache_clear()
+    prompt_cache._say_once.cache_clear()
     config = generation(**GREEDY, max_new_tokens=16)
     expected = [generated_alone(model, prompt, config) for prompt in PROMPTS]
     assert len({tuple(completion) for completion in expected}) == len(PROMPTS)
@@ -279,51 +280,101 @@ def test_completions_are_at_least_as_long_as_asked():
 
 # In fixed places -----------------------------------------------------------------------------------------------
 
+CUTS = {"free": (0, 0, 0, 0), "several lengths": (20, 5, 0, 12), "two prompts left": (39, 39, 0, 1)}
 
-@pytest.mark.parametrize("guess", [[], token_ids(10, seed=3)], ids=["free", "guessed"])
-@pytest.mark.parametrize("options", [{}, GREEDY, {"min_new_tokens": 10}], ids=["sampled", "greedy", "at least"])
+
+@pytest.fixture
+def fixed(monkeypatch) -> list[list[int]]:
+    """Decode as on CUDA from now on, step by step; tokens of each row when that began, one list per batch."""
+    begun = []
+
+    class Noted(decoding.FixedDecoding):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            begun.append(self.counts)
+
+    monkeypatch.setattr(decoding, "DEVICES", {"cpu"})
+    monkeypatch.setattr(sampling, "FixedDecoding", Noted)
+    return begun
+
+
+@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("options", [{}, GREEDY, {"min_new_tokens": 25}], ids=["sampled", "greedy", "at least"])
 @pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
-def test_fixed_places_change_no_token(architecture, options, guess, monkeypatch):
-    """What a CUDA graph replays, carried out step by step; rows of several lengths, which end at different times."""
-    model, config = random_policy(architecture), generation(max_new_tokens=40, eos_token_id=[*range(1, 40)], **options)
+def test_fixed_places_change_no_token(architecture, options, cuts, fixed, monkeypatch):
+    """Rows that begin at several lengths and end at different times."""
+    ends = [] if cuts == CUTS["two prompts left"] else range(1, 10)
+    model, config = random_policy(architecture), generation(max_new_tokens=40, eos_token_id=[391, *ends], **options)
     noise_RT = torch.rand(len(PROMPTS) * GROUP, 40, generator=torch.Generator().manual_seed(1))
-    guesses = [guess] * len(PROMPTS)
-    expected = sample_completions(model, PROMPTS, config, GROUP, guesses=guesses, noise_RT=noise_RT)
-    if config.do_sample:
+
+    def draw(guesses):
+        return sample_completions(model, PROMPTS, config, GROUP, guesses=guesses, noise_RT=noise_RT)
+
+    with monkeypatch.context() as usual:
+        usual.setattr(decoding, "DEVICES", {})
+        expected = draw(None)
+    if ends and config.do_sample:
         assert len({len(completion) for completion in expected}) > 2
-    recordings = []
-    monkeypatch.setattr(decoding, "DEVICES", ("cpu",))
-    monkeypatch.setattr(decoding, "recorded", lambda step: recordings.append(step) or step)
-    assert sample_completions(model, PROMPTS, config, GROUP, guesses=guesses, noise_RT=noise_RT) == expected
-    assert len(recordings) == 1
+    assert draw([expected[i * GROUP][:cut] for i, cut in enumerate(cuts)]) == expected
+    ((*counts,),) = fixed
+    if not config.do_sample:
+        assert (len(set(counts)) > 1) == any(cuts)
 
 
-def test_fixed_places_end_when_all_rows_have_ended(monkeypatch):
+def test_fixed_places_end_when_all_rows_have_ended(fixed):
     model = random_policy("llama")
-    ends = {generated_alone(model, prompt, generation(**GREEDY))[1] for prompt in PROMPTS}
-    config = generation(**GREEDY, eos_token_id=sorted(ends), max_new_tokens=100)
-    expected = sample_completions(model, PROMPTS, config, GROUP)
-    monkeypatch.setattr(decoding, "DEVICES", ("cpu",))
+    alone = [generated_alone(model, prompt, generation(**GREEDY)) for prompt in PROMPTS]
     shapes = model_passes(model)
-    assert sample_completions(model, PROMPTS, config, GROUP) == expected
-    assert len(shapes) == decoding.BETWEEN_LOOKS
+    for last, passes in ((1, 2), (7, decoding.BETWEEN_LOOKS)):
+        ends = sorted({completion[last] for completion in alone})
+        config = generation(**GREEDY, eos_token_id=ends, max_new_tokens=100)
+        shapes.clear()
+        found = sample_completions(model, PROMPTS, config)
+        assert shapes == [(4, 1)] * passes
+        assert found == [generated_alone(model, prompt, config) for prompt in PROMPTS]
 
 
-def test_a_recording_that_fails_is_said_and_done_without(capsys, monkeypatch):
-    def fails(*_arguments, **_options):
+def test_a_few_tokens_are_decoded_as_usual(fixed):
+    few = decoding.AT_FIRST + decoding.FEWEST - 1
+    sample_completions(random_policy("llama"), PROMPTS, generation(max_new_tokens=few))
+    assert not fixed
+
+
+def test_a_recording_that_fails_is_said_and_not_tried_again(capsys, monkeypatch):
+    @contextmanager
+    def graph(*_arguments, **_options):
+        try:
+            yield
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def step():
         raise RuntimeError("operation not permitted when stream is capturing\nCompile with ...")
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    streams = []
+    monkeypatch.setattr(decoding, "DEVICES", {"cuda"})
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph", fails)
-    monkeypatch.setattr(decoding, "DEVICES", ("cpu",))
-    model, config = random_policy("llama"), generation(**GREEDY, max_new_tokens=40)
-    alone = [generated_alone(model, prompt, config) for prompt in PROMPTS]
-    prompt_cache.say_once.cache_clear()
-    capsys.readouterr()
-    assert sample_completions(model, PROMPTS, config) == alone
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "usual")
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    assert decoding.recorded(step) is step
+    assert streams == ["usual"]
+    assert not decoding.is_worth_recording(torch.device("cuda"), 100)
     said = "decoding without a CUDA graph, which is slower: operation not permitted when stream is capturing\n"
     assert capsys.readouterr().out == said
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("options", [{}, GREEDY, {"min_new_tokens": 25}], ids=["sampled", "greedy", "at least"])
+@pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
+def test_a_recorded_pass_changes_no_token_on_a_gpu(architecture, options, monkeypatch):
+    model = random_policy(architecture).cuda()
+    config = generation(max_new_tokens=40, eos_token_id=[391, *range(1, 10)], **options)
+    noise_RT = torch.rand(len(PROMPTS) * GROUP, 40, generator=torch.Generator().manual_seed(1))
+    found = sample_completions(model, PROMPTS, config, GROUP, noise_RT=noise_RT)
+    assert "cuda" in decoding.DEVICES  # the recording has not failed
+    monkeypatch.setattr(decoding, "DEVICES", {})
+    assert sample_completions(model, PROMPTS, config, GROUP, noise_RT=noise_RT) == found
 
 
 # Guesses ------------------------------------------------------------------------------------------------------
