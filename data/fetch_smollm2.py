@@ -27,13 +27,13 @@ from safetensors import SafetensorError, safe_open
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as `python data/fetch_smollm2.py`, Python looks only in data/
 
-from llm_policy.startup import prepare  # noqa: E402
+from llm_policy.startup import prepare
 
 prepare(__name__)
 
-from llm_policy.command_line import parse_arguments  # noqa: E402
-from llm_policy.errors import InputError, check_choices, run_script  # noqa: E402
-from llm_policy.wheels import WheelUnavailable, download_wheel  # noqa: E402
+from llm_policy.command_line import parse_arguments
+from llm_policy.errors import InputError, check_choices, run_script
+from llm_policy.wheels import WheelUnavailable, download_wheel
 
 # torch, transformers and the hub client are imported where they are needed: a second call returns in under a second.
 

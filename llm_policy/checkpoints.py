@@ -6,11 +6,13 @@ one that was never stopped, or says which file is gone or changed, whatever happ
 
 import hashlib
 import os
+import pickle
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch
 from pydantic import TypeAdapter
 from transformers.trainer import TRAINER_STATE_NAME
 
@@ -23,6 +25,14 @@ BEGUN_MARK = "COMPLETE.partial"  # until the list is written
 LISTED = TypeAdapter(dict[str, tuple[int, str]])
 """File, as seen from the list's own folder -> (bytes, their SHA-256)."""
 GROWING = ".jsonl"  # logs: what is listed of them is their beginning
+
+
+def read_state(file: Path) -> dict:
+    """What `torch.save` wrote; `InputError` for a damaged file. Nothing in it is executed."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise InputError(f"{file}: cannot be read ({' '.join(str(error).split())[:200]}); train again") from error
 
 
 @contextmanager

@@ -263,8 +263,8 @@ def exit_codes_text(exit_codes: Mapping[int, str]) -> str:
 
 
 def short_help(
-    groups: Sequence[type], own: Sequence[type], description: str, default_config: Path | None = None,
-    exit_codes: Mapping[int, str] = EXIT_CODES, config_help: str = CONFIG_HELP,
+    groups: Sequence[type], own: Sequence[type], description: str, default_config: Path | None,
+    exit_codes: Mapping[int, str], config_help: str,
 ) -> str:  # fmt: skip
     """Description, the script's own options with their defaults, exit codes: as wide as the terminal."""
     columns = min(shutil.get_terminal_size().columns, WIDEST_LINE)

@@ -19,7 +19,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from llm_policy.adapters import learning_state, restore_learning_state
 from llm_policy.chat import Messages, Reader, sampling_config
-from llm_policy.checkpoints import written_whole
+from llm_policy.checkpoints import read_state, written_whole
 from llm_policy.errors import InputError
 from llm_policy.grpo.trainer import MergedCopy
 from llm_policy.grpo.warm_start import packs, reply_loss
@@ -153,10 +153,7 @@ class HindsightLearner:
 
     def restore(self, folder: Path) -> float:
         """The inverse of `save`; returns the seconds that the run has taken."""
-        try:
-            state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
-        except (OSError, RuntimeError, ValueError, EOFError) as error:
-            raise InputError(f"{folder / STATE_FILE}: cannot be read ({error!s:.200}); train again") from error
+        state = read_state(folder / STATE_FILE)
         restore_learning_state(state, self.model, self.optimizer)
         self.seen, self.epoch, self.generations = set(state["seen"]), state["epoch"], state["generations"]
         self.best, self.packed = state["best"], state.get("packed")  # asked again in a checkpoint of before

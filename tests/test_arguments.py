@@ -136,6 +136,36 @@ def test_what_libraries_refuse_late_is_refused_before_the_work(options, lora, me
         assert "\n" not in str(caught.value)
 
 
+# Objectives --------------------------------------------------------------------------------------------------------
+
+ONE_STATE = {"per_device_train_batch_size": 2, "num_generations": 2}
+OBJECTIVES = [
+    # script's options, TRL's, what the line says (None: accepted)
+    ({"packed": False}, {}, "--objective natural: needs --packed true"),
+    ({"packed": False, "objective": "grpo"}, {}, None),
+    ({}, {"importance_sampling_level": "sequence"}, "--importance_sampling_level sequence: one ratio"),
+    ({"objective": "grpo"}, {"importance_sampling_level": "sequence"}, None),
+    ({"action_baseline": 0.5}, ONE_STATE, r"--action_baseline 0\.5: .* a batch has one state"),
+    ({"action_baseline": 0.5, "objective": "cloning"}, ONE_STATE, None),
+    ({}, ONE_STATE, None),
+]
+
+
+@pytest.mark.parametrize(("script", "options", "message"), OBJECTIVES)
+def test_what_an_objective_cannot_be_had_with(script, options, message):
+    arguments = ScriptArguments(**({"objective": "natural"} | script)), training(**options), ModelConfig(**LORA)
+    if message is None:
+        check_arguments(*arguments)
+    else:
+        with pytest.raises(InputError, match=f"^{message}"):
+            check_arguments(*arguments)
+
+
+def test_an_unknown_objective():
+    with pytest.raises(InputError, match=r"^--objective 'reinforce': expected one of natural, expected, "):
+        ScriptArguments(objective="reinforce")
+
+
 # Batches -----------------------------------------------------------------------------------------------------------
 
 BATCHES = [
@@ -177,7 +207,13 @@ def length_reward(completions, **_): ...
 
 
 def task(**parts) -> SimpleNamespace:
-    without = {"actions": (), "action_rewards": None, "lessons": (), "reward_functions": [sum_reward, length_reward]}
+    without = {
+        "actions": (),
+        "action_rewards": None,
+        "guess": None,
+        "lessons": (),
+        "reward_functions": [sum_reward, length_reward],
+    }
     return SimpleNamespace(**(without | parts))
 
 
@@ -188,6 +224,15 @@ LACKING = [
     ({"objective": "expected"}, {}, {}, "--objective expected: --task frozen_lake knows no reward for every legal"),
     ({"objective": "expected"}, {}, {"actions": ["A"]}, "--objective expected: --task frozen_lake knows no reward"),
     ({"objective": "expected"}, {}, {"action_rewards": list}, "--objective expected: --task frozen_lake knows no"),
+    (
+        {"objective": "cloning"},
+        {},
+        {"actions": ["A"], "action_rewards": list},
+        "--objective cloning: --task frozen_lake has no replies to teach",
+    ),
+    ({"objective": "cloning"}, {}, {"actions": ["A"], "action_rewards": list, "guess": str}, None),
+    ({"thought_coef": 0.1}, {}, {}, "--thought_coef 0.1: --task frozen_lake has no thoughts to teach"),
+    ({"thought_coef": 0.1}, {}, {"guess": str}, None),
     ({"warm_start": "always"}, {}, {"lessons": [([], ["reply"])]}, None),
     ({"warm_start": "always"}, {}, {}, "--warm_start always: --task frozen_lake has no replies to teach"),
     ({"warm_start": "auto"}, {}, {}, None),

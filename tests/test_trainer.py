@@ -771,11 +771,6 @@ def test_what_is_taken_off_changes_the_gradient_as_other_rewards_would(tmp_path)
     assert not torch.allclose(gradient(trainer, trainer._compute_loss(trainer.model, batch)), expected)
 
 
-def test_an_action_baseline_needs_several_states_in_a_batch(tmp_path):
-    with pytest.raises(InputError, match=r"--action_baseline 0\.5: .* a batch has one state"):
-        expected_trainer("llama", tmp_path, per_device_train_batch_size=GROUP, action_baseline=0.5)
-
-
 @pytest.mark.parametrize("objective", ["cloning", "distillation"])
 def test_labels_stay_what_they_are_under_an_action_baseline(objective, tmp_path):
     trainer = expected_trainer("llama", tmp_path, 0.3, objective=objective, guesses=lambda rows: [[5, 6]] * len(rows))
@@ -1067,23 +1062,6 @@ def test_supervision_teaches_the_best_action_and_the_taught_thought(objective, t
     logged = [log for log in trainer.state.log_history if "action/expected_reward" in log]
     assert len(logged) == 30
     assert not any(name.startswith(("reward", "frac_reward", "sampled/")) for log in logged for name in log)
-
-
-# What the expected objective cannot do without
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"action_rewards": None},
-        {"action_rewards": None, "objective": "natural"},
-        {"packed": False, "action_rewards": len},
-        {"packed": False, "action_rewards": len, "objective": "natural"},
-        {"action_rewards": len, "actions": ACTIONS, "objective": "cloning"},  # no replies
-        {"objective": "reinforce"},
-    ],
-)
-def test_an_impossible_objective_is_refused_with_its_flag(options, tmp_path):
-    with pytest.raises(InputError, match="--objective"):
-        trainer_of(PolicyTrainer, "llama", tmp_path, trainer_options={"objective": "expected"} | options)
 
 
 @pytest.fixture

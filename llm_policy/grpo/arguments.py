@@ -15,8 +15,9 @@ from llm_policy import processes
 from llm_policy.adapters import check_model_options
 from llm_policy.errors import OPTION_ERRORS, InputError, check_choices, library_errors
 from llm_policy.grpo.diagnostics import BATCH_CONDITIONS, STOP_CONDITIONS
-from llm_policy.grpo.trainer import OBJECTIVES, check_objective
+from llm_policy.grpo.expected import SUPERVISED, TERMS
 
+OBJECTIVES = (*TERMS, "grpo")
 WARM_STARTS = ("auto", "always", "never")
 CHECKS = ("stop", "warn", "only")
 # TRL checks these late or not at all, and has no list of them: its help texts name them (tests/test_arguments.py).
@@ -124,7 +125,7 @@ class ScriptArguments(WarmStartArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choices(self, {"stop_when": STOP_CONDITIONS, "check": CHECKS})
+        check_choices(self, {"stop_when": STOP_CONDITIONS, "check": CHECKS, "objective": OBJECTIVES})
         if self.stop_when in ("optimal", "either") and self.evaluate_steps == 0:
             raise InputError(f"--stop_when {self.stop_when}: needs --evaluate_steps of at least 1 to see the optimum")
         if self.objective == "distillation" and not self.action_entropy_coef > 0:
@@ -133,7 +134,7 @@ class ScriptArguments(WarmStartArguments):
 
 def check_arguments(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> None:
     """`InputError` for options that cannot be honoured, alone or together."""
-    check_objective(script.objective, script.packed, training)
+    _check_objective(script, training)
     check_choices(training, TRL_CHOICES)
     if training.eval_strategy != "no":
         kind = training.eval_strategy.value
@@ -227,6 +228,27 @@ def _ask_libraries(training: GRPOConfig) -> None:
             raise InputError(f"--report_to {name}: expected one of {', '.join(installed)}, which are installed here")
 
 
+def _check_objective(script: ScriptArguments, training: GRPOConfig) -> None:
+    """`InputError` for options that the objective cannot be had with."""
+    if script.objective == "grpo":
+        return
+    if not script.packed:
+        raise InputError(
+            f"--objective {script.objective}: needs --packed true; TRL's own pass knows --objective grpo only"
+        )
+    if training.importance_sampling_level != "token":
+        raise InputError(
+            f"--importance_sampling_level {training.importance_sampling_level}: one ratio for all tokens carries the "
+            "sampled term back to the answer; use token, or --objective grpo"
+        )
+    is_one_state = training.generation_batch_size == training.num_generations
+    if script.action_baseline and script.objective not in SUPERVISED and is_one_state:
+        raise InputError(
+            f"--action_baseline {script.action_baseline:g}: takes off what the states of a batch have in common, and "
+            "here a batch has one state; use a larger --per_device_train_batch_size or --steps_per_generation"
+        )
+
+
 def _check_batches(training: GRPOConfig) -> None:
     """Completions are not saved, so that steps and checkpoints have to come out even with their batches."""
     passes, accumulated = training.steps_per_generation * training.num_iterations, training.gradient_accumulation_steps
@@ -251,6 +273,14 @@ def check_task(script: ScriptArguments, training: GRPOConfig, task) -> None:
         raise InputError(
             f"--objective {script.objective}: --task {script.task} knows no reward for every legal answer; "
             "use --objective grpo"
+        )
+    if script.objective in SUPERVISED and task.guess is None:
+        raise InputError(
+            f"--objective {script.objective}: --task {script.task} has no replies to teach; use --objective grpo"
+        )
+    if script.thought_coef and task.guess is None:
+        raise InputError(
+            f"--thought_coef {script.thought_coef:g}: --task {script.task} has no thoughts to teach; leave it out"
         )
     if script.stop_when in BATCH_CONDITIONS and task.full_reward is None:
         raise InputError(f"--stop_when {script.stop_when}: --task {script.task} has no largest reward; name another")

@@ -23,7 +23,6 @@ from llm_policy.errors import InputError
 from llm_policy.grpo.expected import (
     REWARD_ROUNDING,
     SUPERVISED,
-    TERMS,
     ExpectedObjective,
     luck_of_actions,
     without_answers,
@@ -38,7 +37,6 @@ from llm_policy.grpo.packing import (
 from llm_policy.grpo.tree_attention import ATTENTION, FEWEST_PLACES, prefer_blocks
 from llm_policy.sampling import sample_completions
 
-OBJECTIVES = (*TERMS, "grpo")
 # Mean |difference| of log-probabilities, packed against stock, that rounding explains; a wrong mask gives over 0.3.
 PACKED_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 LEAST_WEIGHT = 0.05  # of an unlikely token in that mean
@@ -92,7 +90,7 @@ class PolicyTrainer(GRPOTrainer):
         stands_on: Sequence[Path] = (),
         **kwargs,
     ) -> None:
-        """See `GRPOTrainer` for the rest.
+        """See `GRPOTrainer` for the rest. What cannot be had together, llm_policy/grpo/arguments.py refuses.
 
         Args:
             actions: what may stand in the answer, in the order of `action_rewards`' columns.
@@ -104,15 +102,6 @@ class PolicyTrainer(GRPOTrainer):
             guesses: dataset rows -> token ids of a likely completion of each (llm_policy/sampling.py).
             stands_on: files and folders of the run that one which resumes from a checkpoint needs besides.
         """
-        check_objective(objective, packed, args)
-        if objective != "grpo" and (action_rewards is None or not actions):
-            raise InputError(
-                f"--objective {objective}: this task knows no reward for every legal answer; use --objective grpo"
-            )
-        if objective in SUPERVISED and guesses is None:
-            raise InputError(f"--objective {objective}: this task has no replies to teach; use --objective grpo")
-        if thought_coef and guesses is None:
-            raise InputError(f"--thought_coef {thought_coef:g}: this task has no thoughts to teach; leave it out")
         super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
         if objective != "grpo" and self.aux_loss_enabled:
             raise InputError(
@@ -135,11 +124,6 @@ class PolicyTrainer(GRPOTrainer):
         self.is_supervised = objective in SUPERVISED
         self.action_rewards = action_rewards
         self.action_baseline = 0.0 if self.is_supervised else action_baseline  # else labels would be others
-        if self.action_baseline and args.generation_batch_size == self.num_generations:
-            raise InputError(
-                f"--action_baseline {action_baseline:g}: takes off what the states of a batch have in common, and here "
-                "a batch has one state; use a larger --per_device_train_batch_size or --steps_per_generation"
-            )
         self.guesses = guesses
         self.stands_on = stands_on
         self._guessed_B: list[list[int]] | None = None  # for the rows that are being sampled
@@ -471,19 +455,6 @@ class PolicyTrainer(GRPOTrainer):
                 f"(at most {tolerance} expected): this architecture needs --objective grpo --packed false"
             )
         return difference.item()
-
-
-def check_objective(objective: str, packed: bool, args: GRPOConfig) -> None:
-    """Raise `InputError` for an unknown objective, or for options that it cannot be had with."""
-    if objective not in OBJECTIVES:
-        raise InputError(f"--objective {objective!r}: expected one of {', '.join(OBJECTIVES)}")
-    if objective != "grpo" and not packed:
-        raise InputError(f"--objective {objective}: needs --packed true; TRL's own pass knows --objective grpo only")
-    if objective != "grpo" and args.importance_sampling_level != "token":
-        raise InputError(
-            f"--importance_sampling_level {args.importance_sampling_level}: one ratio for all tokens carries the "
-            "sampled term back to the answer; use token, or --objective grpo"
-        )
 
 
 class EpochRepeatSampler(RepeatSampler):

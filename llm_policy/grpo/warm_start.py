@@ -9,7 +9,6 @@ Axes: N scored tokens.
 
 import json
 import math
-import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -23,7 +22,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from llm_policy import adapters, processes
 from llm_policy.chat import Messages, Reader, reply_token_ids
-from llm_policy.checkpoints import COMPLETE_MARK, damage, written_whole
+from llm_policy.checkpoints import COMPLETE_MARK, damage, read_state, written_whole
 from llm_policy.errors import InputError
 from llm_policy.grpo.arguments import WarmStartArguments
 from llm_policy.grpo.packing import may_share_prefix, pack_groups, packed_log_probabilities
@@ -269,11 +268,11 @@ class Unfinished:
 
     def state(self) -> dict | None:
         """What the file holds; None, and why in a line, where it is damaged or of another warm start."""
-        try:
-            state = torch.load(self.file, map_location="cpu", weights_only=True)
-        except FileNotFoundError:
+        if not self.file.exists():
             return None
-        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError):
+        try:
+            state = read_state(self.file)
+        except InputError:
             print(f"{self.file}: cannot be read; the warm start begins again", flush=True)
             return None
         if state["made_from"] != self.made_from:

@@ -3,7 +3,6 @@
 PPO is stable-baselines3's, TRPO sb3-contrib's; of neither is anything written here but what trpo.py says.
 """
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import signature
@@ -288,11 +287,3 @@ def restore_chance(learner: Learner, state: Mapping) -> None:
 def replayables(env: VecNormalize) -> list[Replayable]:
     """The outermost wrapper of each copy."""
     return list(env.unwrapped.envs)
-
-
-def load_training_state(file: Path) -> dict:
-    """`InputError` for a damaged file. Nothing in it is executed."""
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise InputError(f"{file}: cannot be read ({' '.join(str(error).split())[:200]}); train again") from error

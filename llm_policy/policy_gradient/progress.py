@@ -11,7 +11,7 @@ import torch
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger, TensorBoardOutputFormat
 
-from llm_policy.checkpoints import keep_newest, supersede, written_whole
+from llm_policy.checkpoints import keep_newest, read_state, supersede, written_whole
 from llm_policy.errors import InputError
 from llm_policy.interruption import RESUME, Interruption
 from llm_policy.models import not_finite
@@ -19,7 +19,6 @@ from llm_policy.policy_gradient.arguments import LINES, SAVES, PolicyGradientArg
 from llm_policy.policy_gradient.learner import (
     STATE_FILE,
     Learner,
-    load_training_state,
     restore_chance,
     restore_training,
     training_state,
@@ -80,7 +79,7 @@ class Progress(BaseCallback):
             file.write_text("")
         else:
             supersede(resume)
-            self.resumed_state = state = load_training_state(resume / STATE_FILE)
+            self.resumed_state = state = read_state(resume / STATE_FILE)
             extra = restore_training(learner, state)
             self.episode_returns, self.episode_lengths = extra["episode_returns"], extra["episode_lengths"]
             self.seconds_before = extra["seconds"]
