@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from llm_policy.command_line import parse_arguments, take_config
+from llm_policy.command_line import option_name, parse_arguments, take_config
 from llm_policy.environments.gym_env import GymEnvironment, read_env_options
 from llm_policy.errors import EXIT_INTERRUPTED, InputError, check_alone, check_choices, run_script, writing
 from llm_policy.hardware import device_text, take_granted_threads
@@ -115,7 +115,7 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Arguments, str]:
     groups = ScriptArguments, ProposerSettings, SearchSettings
     (script, proposing, settings), config = parse_arguments(argv, groups, description=__doc__)
     words, _ = take_config(sys.argv[1:] if argv is None else list(argv), None)
-    named = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in words if word.startswith("--")}
+    named = {option_name(word) for word in words if word.startswith("--")}
     for option, owners in MODEL_OWNERS.items():
         if option in named and proposing.proposer not in owners:
             whose = " or ".join(owners)

@@ -129,14 +129,22 @@ def parse_arguments(
     return parsed, config
 
 
+def option_name(word: str) -> str:
+    """
+    >>> option_name("--max-steps=3")
+    'max_steps'
+    """
+    return word.partition("=")[0].lstrip("-").replace("-", "_")
+
+
 def check_lists(argv: Sequence[str], groups: Sequence[type]) -> None:
     """`InputError` for a list without a default that is given twice: argparse would drop the first one."""
-    flags = [argument.partition("=")[0].replace("-", "_") for argument in argv if argument.startswith("--")]
+    flags = [option_name(argument) for argument in argv if argument.startswith("--")]
     for group in groups:
         hints = get_type_hints(group)
         for field in fields(group):
             is_needed = field.default is MISSING and field.default_factory is MISSING
-            if is_needed and get_origin(hints[field.name]) is list and flags.count(f"__{field.name}") > 1:
+            if is_needed and get_origin(hints[field.name]) is list and flags.count(field.name) > 1:
                 raise InputError(f"--{field.name}: is given twice; give it once, with all values behind it")
 
 
@@ -239,7 +247,7 @@ def fits(value: object, hint: object, text_is_converted: bool = True) -> bool:
 def suggestion(unknown: str, names: Sequence[str]) -> str:
     """`(did you mean seed?)`, after a space, for "--see" or "see"; "" where no name is close."""
     dashes = "--" if unknown.startswith("--") else ""
-    close = difflib.get_close_matches(unknown.lstrip("-").partition("=")[0].replace("-", "_"), names, n=1)
+    close = difflib.get_close_matches(option_name(unknown), names, n=1)
     return f" (did you mean {dashes}{close[0]}?)" if close else ""
 
 

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from collections.abc import Collection, Sequence
 from copy import copy
 from io import StringIO
 from typing import TextIO
@@ -11,6 +12,14 @@ from rich.console import Console
 from rich.table import Column, Table
 
 NATURAL = 10_000  # wider than any table here: nothing is cut or wrapped
+
+
+def new_table(title: str, first: str, columns: Sequence[str], left: Collection[str] = ()) -> Table:
+    """A table without rows; all columns but the first, and those in `left`, have their text on the right."""
+    table = Table(first, title=title)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right")
+    return table
 
 
 def show(table: Table, *notes: str) -> str:

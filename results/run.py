@@ -33,7 +33,7 @@ from llm_policy.startup import prepare
 
 prepare(__name__)
 
-from llm_policy.command_line import EXIT_CODES, parse_arguments, read_option, take_config
+from llm_policy.command_line import EXIT_CODES, option_name, parse_arguments, read_option, take_config
 from llm_policy.errors import EXIT_INPUT_ERROR, InputError, check_choices, ended_by, run_script, writing
 from llm_policy.reading import read_text
 from llm_policy.run_files import EVALUATION_FILE
@@ -133,8 +133,7 @@ def read_command(argv: Sequence[str]) -> Command:
         raise InputError(f"{error}; options of the script go behind --") from error
     flags = tuple(argv[behind + 1 :])
     for flag in flags:
-        name = flag.partition("=")[0].lstrip("-").replace("-", "_")
-        if flag.startswith("-") and name in TAKEN:
+        if flag.startswith("-") and (name := option_name(flag)) in TAKEN:
             raise InputError(f"{flag} behind --: {TAKEN[name]}")
     if arguments.share_untrained and arguments.script not in GREEDY_ALIKE:
         raise InputError(

@@ -23,14 +23,13 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
-from rich.table import Table
 from transformers import PreTrainedModel
 
 from llm_policy.chat import Reader, fit_to_template
 from llm_policy.completions import parse_completion
 from llm_policy.errors import InputError, writing
 from llm_policy.run_files import EVALUATION_FILE, commit, write_whole
-from llm_policy.tables import show
+from llm_policy.tables import new_table, show
 from tasks import Comparison
 from tasks.questions.data import (
     FEWEST_OPTIONS,
@@ -233,7 +232,7 @@ class ArcJudge:
         }
 
     def compare(self, answers_of: Mapping[str, Mapping]) -> Comparison:
-        columns = ("policy", "regime", "system prompt", "questions", "accuracy", "unreadable", "letters")
+        columns = ("regime", "system prompt", "questions", "accuracy", "unreadable", "letters")
         right = Counter(question.answers[0] for question in self.questions)
         letter, most = right.most_common(1)[0]
         count = len(self.questions)
@@ -251,9 +250,8 @@ class ArcJudge:
                     rows.append(
                         [name.removesuffix(", greedy"), *about, accuracy, f"{found['unreadable']:.0%}", letters]
                     )
-        table = Table(title=f"ARC: {self.settings['test_dataset']}")
-        for column in columns:
-            table.add_column(column, justify="right" if column in ("questions", "accuracy", "unreadable") else "left")
+        left = ("regime", "system prompt", "letters")
+        table = new_table(f"ARC: {self.settings['test_dataset']}", "policy", columns, left)
         for row in rows:
             table.add_row(*row)
         text = show(table, "± is one standard error. Regimes ask in different ways: compare within one only.")

@@ -29,6 +29,7 @@ from llm_policy.environments.policy_table import (
 from llm_policy.environments.table_environment import TableEnvironment
 from llm_policy.run_files import save_judgement
 from llm_policy.statistics import wilson_interval
+from llm_policy.tables import new_table
 
 BASELINES = ("random", "constant:ACTION", "expert", "q-learning", "shortest-path")
 Q_LEARNING_RUNS, Q_LEARNING_STEPS = 5, 100_000
@@ -231,10 +232,7 @@ def evaluation_table(evaluated: Sequence[EvaluatedPolicy], title: str) -> tuple[
     pays_return = evaluated[0].scores[0].return_at_horizon is not None
     returns = [f"return in {limit}"] if pays_return else []
     columns = ["success", f"in {limit}", *returns, "% of optimal", "regret", "optimal states", "well-formed"]
-    table = Table(title=title, title_justify="left")
-    table.add_column("policy")
-    for column in (*columns, "simulated"):
-        table.add_column(column, justify="right")
+    table = new_table(title, "policy", (*columns, "simulated"))
     for policy in evaluated:
         low, high = policy.simulated_interval
         right, states = sum(s.optimal_states for s in policy.scores), sum(s.acting_states for s in policy.scores)

@@ -44,7 +44,7 @@ from llm_policy.policy_gradient.learner import (
 from llm_policy.processes import progress
 from llm_policy.reading import read_text
 from llm_policy.run_files import CONFIG_FILE, EVALUATION_FILE, write_whole
-from llm_policy.tables import number_text, show
+from llm_policy.tables import new_table, number_text, show
 
 # Mean returns of others, not run here: environment (HalfCheetah: any version) -> what -> score
 PUBLISHED = {
@@ -205,9 +205,7 @@ def _always(action) -> Callable:
 
 
 def score_table(scores: Sequence[EpisodeScore], title: str) -> Table:
-    table = Table("policy", title=title)
-    for column in ("mean return", "95 % interval", "lowest", "highest", "episodes"):
-        table.add_column(column, justify="right")
+    table = new_table(title, "policy", ("mean return", "95 % interval", "lowest", "highest", "episodes"))
     for s in scores:
         low, high = s.mean_return - s.interval, s.mean_return + s.interval
         table.add_row(

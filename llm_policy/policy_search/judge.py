@@ -16,7 +16,7 @@ from llm_policy.environments.mdp import optimal_policy, optimal_return, policy_r
 from llm_policy.errors import InputError
 from llm_policy.policy_search.parameters import Parameters, SearchProblem
 from llm_policy.policy_search.search import Step
-from llm_policy.tables import number_text
+from llm_policy.tables import new_table, number_text
 
 # Within a limit another policy may be better: 0.63 of 100 steps on the 8x8 lake, where this one has 0.51
 OPTIMAL_ROW = "optimal without a limit"
@@ -179,10 +179,8 @@ def comparison_table(rows: Sequence[Row], environment: GymEnvironment, title: st
     is_exact = environment.mdp is not None
     is_lake = environment.env_id.startswith("FrozenLake") and "reward_schedule" not in environment.options
     what = "success" if is_lake else "return"
-    table = Table("policy", title=title)
     columns = [f"{what} in {environment.horizon_steps} steps", *([f"{what}, no limit"] if is_exact else [])]
-    for column in (*columns, "as searched", "episodes"):
-        table.add_column(column, justify="right")
+    table = new_table(title, "policy", (*columns, "as searched", "episodes"))
     for row in rows:
         values = ["none" if row.judgement is None else number_text(row.judgement.value, row.judgement.standard_error)]
         if is_exact:

@@ -8,7 +8,6 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from pydantic import TypeAdapter
-from rich.table import Table
 from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
@@ -19,7 +18,7 @@ from llm_policy.plots import grids_figure
 from llm_policy.reading import read_text
 from llm_policy.run_files import save_judgement
 from llm_policy.statistics import wilson_interval
-from llm_policy.tables import show
+from llm_policy.tables import new_table, show
 from tasks import Comparison
 from tasks.drawing.programs import share_of_equal_pixels
 from tasks.drawing.sandbox import Grid, Outcome, Sandbox, code_of
@@ -166,10 +165,9 @@ class DrawingJudge:
     def compare(self, answers_of: Mapping[str, Mapping]) -> Comparison:
         scores = {name: self.score(answers) for name, answers in answers_of.items()}
         height, width = len(self.target.wanted), len(self.target.wanted[0])
-        table = Table(title=f"{self.target.name}, {height} x {width}: share of equal pixels")
-        table.add_column("policy")
-        for column in ("best", "mean", "programs", "solve it", "95 % interval", "fail", "most often"):
-            table.add_column(column, justify="right")
+        title = f"{self.target.name}, {height} x {width}: share of equal pixels"
+        columns = ("best", "mean", "programs", "solve it", "95 % interval", "fail", "most often")
+        table = new_table(title, "policy", columns)
         baselines = self.baselines()
         for name, share in baselines.items():
             table.add_row(name, f"{share:.0%}", "", "", "", "", "", "")

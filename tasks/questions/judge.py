@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from rich.table import Table
 from transformers import PreTrainedModel
 
 from llm_policy.chat import Reader
@@ -21,7 +20,7 @@ from llm_policy.grpo.diagnostics import Judgement
 from llm_policy.plots import shares_figure
 from llm_policy.run_files import save_judgement
 from llm_policy.statistics import mcnemar_p, wilson_interval
-from llm_policy.tables import show
+from llm_policy.tables import new_table, show
 from tasks import Comparison
 from tasks.questions.data import LETTERS, Question, QuestionWords, normalised
 
@@ -152,10 +151,8 @@ class QuestionJudge:
     def compare(self, answers_of: Mapping[str, Mapping]) -> Comparison:
         scores = {name: self.score(answers) for name, answers in answers_of.items()}
         columns = ("accuracy", "95 % interval", "readable", "well-formed", "words", "answers")
-        table = Table(title=f"{len(self.questions)} held-out questions of {self.settings['dataset']}")
-        table.add_column("policy")
-        for column in columns:
-            table.add_column(column, justify="left" if column == "answers" else "right")
+        title = f"{len(self.questions)} held-out questions of {self.settings['dataset']}"
+        table = new_table(title, "policy", columns, left=("answers",))
         baselines = self.baselines()
         for name, accuracy in baselines.items():
             table.add_row(name, f"{accuracy:.1%}", "", "", "", "", "")
