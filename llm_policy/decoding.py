@@ -1,9 +1,9 @@
 """Decoding a token of every row at a time, in places that do not change, so that a GPU needs no word from the host.
 
-Token by token a host starts a thousand small kernels a pass and waits for each sample: on an H200 a pass of Gemma-2B's
-shape took eight times as long as its matrix products (LOG.md). Here all that changes from token to token stands in
-tensors of fixed shape, the sampling included. So a pass can be recorded once as a CUDA graph, and replayed. Rows that
-have ended stay: without them the pass would be another one, to be recorded anew.
+Token by token a host starts more than 500 small kernels per pass and waits for each sample: on an H200 a pass of
+Gemma-2B's shape took eight times as long as its matrix products (LOG.md). Here all that changes from token to token
+stands in tensors of fixed shape, the sampling included. So a pass can be recorded once as a CUDA graph, and replayed.
+Rows that have ended stay: without them the pass would be another one, to be recorded anew.
 
 Axes: C rows, S tokens of a row that are decoded here, T tokens of a completion, V vocabulary, E tokens that end one.
 """
