@@ -102,6 +102,8 @@ class PolicyTrainer(GRPOTrainer):
             guesses: dataset rows -> token ids of a likely completion of each (llm_policy/sampling.py).
             stands_on: files and folders of the run that one which resumes from a checkpoint needs besides.
         """
+        assert objective == "grpo" or (packed and actions and action_rewards is not None)
+        assert guesses is not None or not (objective in SUPERVISED or thought_coef)
         super().__init__(model=model, reward_funcs=reward_funcs, args=args, **kwargs)
         if objective != "grpo" and self.aux_loss_enabled:
             raise InputError(
