@@ -32,7 +32,7 @@ GUESSED_PER_PASS = 64  # tokens of a row: what stands behind a wrong guess, or a
 # Tokens of all rows of a pass, where guesses have failed: 16 a row took nearly four times as long as none while a model
 # was half taught (LOG.md)
 GUESSED_AGAIN = 16
-FOUND_AGAIN = 3  # tokens in a row that stand in the guess, too
+FOUND_AGAIN = (3, 2)  # tokens in a row that stand elsewhere, too; the longer beginning is looked for first
 
 
 @torch.no_grad()
@@ -253,20 +253,22 @@ def _guessed_next(guess: list[int], completion: list[int], again: int) -> list[i
     """What `guess` says that comes next.
 
     It goes on as long as it came true, and where the last token alone was another, which may be one word for another.
-    Later it goes on from where the last tokens stand in it, too, if they do, `again` tokens at a time (prompt lookup
-    decoding, Saxena 2023).
+    Later it goes on from where the last tokens stand in it, too, or else in what is written, if they do, `again` tokens
+    at a time (prompt lookup decoding, Saxena 2023).
     """
     done = len(completion)
     if guess[: max(0, done - 1)] == completion[:-1]:
         return guess[done : done + GUESSED_PER_PASS]
-    if not again:
+    if not again or not guess:
         return []
-    last = completion[-FOUND_AGAIN:]
-    places = [i for i in range(FOUND_AGAIN, len(guess)) if guess[i - FOUND_AGAIN : i] == last]
-    if not places:
-        return []
-    place = min(places, key=lambda place: abs(place - done))
-    return guess[place : place + again]
+    for length in FOUND_AGAIN:
+        last = completion[-length:]
+        for text in (guess, completion):
+            places = [i for i in range(length, len(text)) if text[i - length : i] == last]
+            if places:
+                place = min(places, key=lambda place: abs(place - done))
+                return text[place : place + again]
+    return []
 
 
 def _take_samples(

@@ -232,7 +232,7 @@ def test_where_packing_goes_wrong_rows_are_scored_plainly(monkeypatch, capsys):
     model, reader = random_policy("llama"), says("llama", [f"{THOUGHT}UP</answer>"])
     expected, _ = answer_probabilities(reader, model, PROMPTS[:2], ACTIONS, 1)
     mask = packing.attention_mask
-    monkeypatch.setattr(answers, "attention_mask", lambda *a: torch.ones_like(mask(*a)))  # all see all
+    monkeypatch.setattr(packing, "attention_mask", lambda *a: torch.ones_like(mask(*a)))  # all see all
     found, _ = answer_probabilities(reader, model, PROMPTS[:2], ACTIONS, 1)
     assert "scored row by row" in capsys.readouterr().out
     np.testing.assert_allclose(found, expected, rtol=1e-3)

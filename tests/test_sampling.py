@@ -431,7 +431,8 @@ def test_what_is_guessed_has_no_part_in_what_is_sampled(kind):
     assert draw([guess_of(kind, expected[i * GROUP]) for i in range(len(PROMPTS))]) == expected
 
 
-def test_right_guesses_take_one_pass_and_bad_ones_hardly_more_than_none():
+def test_right_guesses_take_one_pass_and_bad_ones_hardly_more_than_none(monkeypatch):
+    monkeypatch.setattr(sampling, "GUESSED_AGAIN", 0)  # what these write repeats itself
     model, config = random_policy("llama"), generation(**GREEDY)
     alone = [generated_alone(model, prompt, config) for prompt in PROMPTS]
     shapes = model_passes(model)
@@ -446,7 +447,7 @@ def test_right_guesses_take_one_pass_and_bad_ones_hardly_more_than_none():
 
 
 def test_a_guess_is_taken_up_again_where_it_says_the_same(monkeypatch):
-    monkeypatch.setattr(sampling, "FOUND_AGAIN", 2)
+    monkeypatch.setattr(sampling, "FOUND_AGAIN", (2,))
     guess = [1, 2, 3, 4, 5, 6, 7, 8]
     next_of = partial(sampling._guessed_next, again=8)
     assert next_of(guess, []) == guess
@@ -456,13 +457,19 @@ def test_a_guess_is_taken_up_again_where_it_says_the_same(monkeypatch):
     assert next_of(guess, [9, 9, 2, 3]) == guess[3:], "two words too many"
     assert next_of([1, 2, 5, 1, 2, 6, 1, 2, 7], [9, 9, 9, 1, 2]) == [6, 1, 2, 7], "the nearest place"
     assert next_of(guess, [*guess, 9, 9]) == []
+    assert next_of(guess, [9, 9, 10, 11, 9, 12, 9, 10]) == [11, 9, 12, 9, 10], "what is written says it"
+    assert next_of(guess, [9, 2, 3, 11, 9, 2, 3]) == guess[3:], "the guess comes before it"
+    assert next_of([], [9, 2, 3, 11, 9, 2, 3]) == [], "who has no guess is given none"
+    monkeypatch.setattr(sampling, "FOUND_AGAIN", (3, 2))
+    assert next_of([1, 2, 5, 4, 1, 2, 6], [9, 9, 4, 1, 2]) == [6], "more tokens that are the same"
+    assert next_of(guess, [9, 9, 2, 3]) == guess[3:]
     assert sampling._guessed_next(guess, [9, 9, 2, 3], again=2) == [4, 5]
     assert sampling._guessed_next(guess, [9, 9, 2, 3], again=0) == []
 
 
 @pytest.mark.parametrize(("rows", "then"), [(1, [(1, 4)]), (4, [(4, 2), (4, 2)])])
 def test_the_rows_of_a_pass_share_what_is_guessed_again(rows, then, monkeypatch):
-    monkeypatch.setattr(sampling, "FOUND_AGAIN", 2)
+    monkeypatch.setattr(sampling, "FOUND_AGAIN", (2,))
     monkeypatch.setattr(sampling, "GUESSED_AGAIN", 4)
     model, config = random_policy("llama"), generation(**GREEDY)
     alone = generated_alone(model, PROMPTS[0], config)
@@ -479,6 +486,7 @@ def test_a_right_guess_goes_on_beside_a_wrong_one():
     shapes = model_passes(model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sampling, "GUESSED_PER_PASS", 3)
+        patch.setattr(sampling, "GUESSED_AGAIN", 0)
         guesses = [alone[0], *(guess_of("wrong", completion) for completion in alone[1:])]
         sample_completions(model, PROMPTS, config, guesses=guesses)
     assert shapes == [(4, 4), (4, 4)] + [(3, 1)] * 6

@@ -19,7 +19,8 @@ from trl.trainer.utils import selective_log_softmax
 from llm_policy import processes
 from llm_policy.chat import Messages, Reader
 from llm_policy.completions import action_index, common_words, parse_completion
-from llm_policy.grpo.packing import attention_mask, behind_prefix, may_share_prefix, only_positions, pack_groups
+from llm_policy.grpo.packing import may_share_prefix, only_positions, pack_groups, packed_pass
+from llm_policy.grpo.tree_attention import goes_by_tree
 from llm_policy.sampling import evaluating
 
 ANSWER_TAG, END_TAG = "<answer>", "</answer>"
@@ -207,13 +208,11 @@ def _packed_scores(
         pad_token_id=reader.tokenizer.pad_token_id,
         device=next(plain.parameters()).device,
         share_prefix=may_share_prefix(plain),
+        by_tree=goes_by_tree(plain),
     )
-    with evaluating(plain), behind_prefix(plain, packed), only_positions(plain.base_model, packed.predictor_U):
-        logits_UV = plain(
-            input_ids=packed.input_ids_PL,
-            position_ids=packed.position_ids_PL,
-            attention_mask=attention_mask(plain, packed.sight),
-        ).logits[0]
+    here = only_positions(plain.base_model, packed.predictor_U)
+    with evaluating(plain), packed_pass(plain, packed) as inputs, here:
+        logits_UV = plain(**inputs).logits[0]
     scores_U = selective_log_softmax(logits_UV.float(), packed.labels_U)
     scores = iter(packed.split(scores_U[packed.scored_N].cpu())[0])  # not one by one from a GPU
     return np.array(

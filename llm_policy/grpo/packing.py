@@ -15,12 +15,13 @@ leads to it, and predicts whatever comes next in each completion that runs throu
     predicts        a  b  c  f
                     e     d
 
-The last token of a completion predicts nothing and is not there. Rows are as long as the longest tree, and short trees
-share one, so that little of it is padding. What all prompts begin with (chat template, rules of the game) is computed
-once for all rows and stands before them as a key-value cache, through which the gradient flows: of 116 prompt tokens of
-the 4x4 lake 88 are the same everywhere.
+The last token of a completion predicts nothing and is not there. On a CPU all trees stand in one row, and attention
+goes through them one by one. Elsewhere rows are as long as the longest tree, and short trees share one, so that little
+of it is padding. What all prompts begin with (chat template, rules of the game) is computed once for all rows and
+stands before them as a key-value cache, through which the gradient flows: of 116 prompt tokens of the 4x4 lake 88 are
+the same everywhere.
 
-In a row every token is compared with every other, and many long completions have little in common. Where that costs
+In a tree every token is compared with every other, and many long completions have little in common. Where that costs
 more than it saves, each completion has a row of its own, and its prompt stands before it as a cache, too (`Prompts`).
 
 A branch ("what if the answer had been UP?") is one more path through the tree. Log-probabilities, entropies and
@@ -30,7 +31,7 @@ before training).
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,7 +42,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import DynamicCache, PreTrainedModel
 
 from llm_policy.grpo.head import TokenLogProbabilities, finds_gradient_on_the_way
-from llm_policy.grpo.tree_attention import FEWEST_PLACES, Sight, takes_blocks
+from llm_policy.grpo.tree_attention import FEWEST_PLACES, Sight, going_by_tree, takes_blocks
 from llm_policy.prompt_cache import mask_by_layer, turns_by_length
 from llm_policy.sampling import TokenIds, common_prefix
 
@@ -77,6 +78,8 @@ class Prompts:
 class PackedGroups:
     """P rows of L tokens behind K tokens that they share, and where in the rows the N scored tokens are predicted.
 
+    With `tree_lengths` it is one row of trees, one behind the other, and each of them is a row of `sight`.
+
     Scored tokens are ordered: all completions in the order given, token by token, then all branches. What several of
     them share is scored once: U different ones.
     """
@@ -91,6 +94,7 @@ class PackedGroups:
     completion_lengths: list[int]
     branch_lengths: list[int]
     prompts: Prompts | None = None  # None: each row begins with its prompt
+    tree_lengths: list[int] | None = None
 
     def split(self, values_N: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Per-token values -> one tensor per completion and one per branch."""
@@ -107,6 +111,7 @@ def pack_groups(
     share_prefix: bool = True,
     silent: Collection[int] = (),
     pairs_per_token: float = math.inf,
+    by_tree: bool = False,
 ) -> PackedGroups:
     """Pack B completions with their B prompts; equal prompts are computed once, whichever completion they belong to.
 
@@ -118,6 +123,7 @@ def pack_groups(
         silent: completions (by number) that are not scored; only what their branches need of them is computed.
         pairs_per_token: so many comparisons of two tokens cost as much as the rest of the model does for one token
             (`pairs_per_token` of a model). It decides whether completions share a row.
+        by_tree: attention goes through trees one by one (`goes_by_tree` of a model): they stand in one row.
     """
     shared = len(common_prefix([prompt[:-1] for prompt in prompts])) if share_prefix else 0
     scored = [() if i in silent else completion for i, completion in enumerate(completions)]
@@ -126,13 +132,15 @@ def pack_groups(
     paths += [(b.completion, completions[b.completion][: b.start], b.token_ids) for b in branches]
     paths = [path for path in paths if path[2]]
     trees = _Rows.grown([(tuple(prompts[i]), prompts[i][shared:], kept, tokens) for i, kept, tokens in paths])
-    trees.join()
+    if not by_tree:
+        trees.join()
     alone = _Rows.grown([((i, *prompts[i]), prompts[i][-1:], kept, tokens) for i, kept, tokens in paths])
     before = list(dict.fromkeys(tuple(prompts[i]) for i, _, _ in paths))  # prompts in order of arrival
     rests = [prompt[shared:-1] for prompt in before]
     places = max(map(len, rests))
     # Recomputation (`share_prefix` False) leaves no room for a cache
-    is_tree = not (share_prefix and places) or _trees_are_cheaper(trees, alone, rests, shared, pairs_per_token)
+    lengths = trees.lengths if by_tree else trees.padded_lengths
+    is_tree = not (share_prefix and places) or _trees_are_cheaper(lengths, alone, rests, shared, pairs_per_token)
 
     rows = trees if is_tree else alone
     tokens_PL, depths_PL, numbers_PL, ends_PL = rows.padded(pad_token_id, device)
@@ -144,38 +152,53 @@ def pack_groups(
         of_rests = _Rows.grown([(prompt, (), (), rest) for prompt, rest in zip(before, rests, strict=True)], whole=True)
         rests_QJ, rest_depths_QJ, rest_numbers_QJ, rest_ends_QJ = of_rests.padded(pad_token_id, device)
         positions_QJ = rest_depths_QJ + shared
-        sight = _behind(positions_K.expand(len(rests), -1), positions_QJ, rest_numbers_QJ, rest_ends_QJ)
+        before_prompts = _behind(positions_K.expand(len(rests), -1), positions_QJ, rest_numbers_QJ, rest_ends_QJ)
         prompt_P = torch.tensor([before.index(key[1:]) for key in alone.trees], device=device)
-        packed_prompts = Prompts(rests_QJ, positions_QJ, sight, prompt_P)
+        packed_prompts = Prompts(rests_QJ, positions_QJ, before_prompts, prompt_P)
         lengths_P = torch.tensor([len(rest) for rest in rests], device=device)[prompt_P]
         is_real_PJ = torch.arange(places, device=device) < lengths_P[:, None]
         positions_before_PK = torch.cat([positions_before_PK, positions_QJ[prompt_P]], dim=1)
         firsts_P1 = firsts_P1 + lengths_P[:, None]
     positions_PL = depths_PL + firsts_P1
+    sight = _behind(positions_before_PK, positions_PL, numbers_PL, ends_PL, is_real_PJ)
     tokens_N = [token for _, _, tokens in paths for token in tokens]
     pairs = list(zip(rows.predictors(), tokens_N, strict=True))
     different = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
+    predictor_U = torch.tensor([place for place, _ in different], device=device)
+    tree_lengths = lengths if is_tree and by_tree else None
+    if tree_lengths:
+        is_real_PL = torch.arange(trees.length, device=device) < torch.tensor(tree_lengths, device=device)[:, None]
+        predictor_U = is_real_PL.flatten().cumsum(0)[predictor_U] - 1
+        tokens_PL, positions_PL = tokens_PL[is_real_PL][None], positions_PL[is_real_PL][None]
     return PackedGroups(
         prefix_ids_K=torch.tensor(prompts[0][:shared], dtype=torch.long, device=device),
         input_ids_PL=tokens_PL,
         position_ids_PL=positions_PL,
-        sight=_behind(positions_before_PK, positions_PL, numbers_PL, ends_PL, is_real_PJ),
-        predictor_U=torch.tensor([place for place, _ in different], device=device),
+        sight=sight,
+        predictor_U=predictor_U,
         labels_U=torch.tensor([token for _, token in different], device=device),
         scored_N=torch.tensor([different[pair] for pair in pairs], device=device),
         completion_lengths=[len(completion) for completion in scored],
         branch_lengths=[len(branch.token_ids) for branch in branches],
         prompts=packed_prompts,
+        tree_lengths=tree_lengths,
     )
 
 
 def _trees_are_cheaper(
-    trees: "_Rows", alone: "_Rows", rests: Sequence[TokenIds], shared: int, pairs_per_token: float
+    tree_lengths: Sequence[int], alone: "_Rows", rests: Sequence[TokenIds], shared: int, pairs_per_token: float
 ) -> bool:
-    """Whether completions of a prompt in one row cost less than rows of their own behind the rests of the prompts."""
+    """Whether completions of a prompt in one tree cost less than rows of their own behind the rests of the prompts."""
     places = max(map(len, rests))
     prompts = len(rests) * places * (1 + (shared + places) / pairs_per_token)
-    return trees.cost(shared, pairs_per_token) <= prompts + alone.cost(shared + places, pairs_per_token)
+    rows = _cost(alone.padded_lengths, shared + places, pairs_per_token)
+    return _cost(tree_lengths, shared, pairs_per_token) <= prompts + rows
+
+
+def _cost(lengths: Sequence[int], before: int, pairs_per_token: float) -> float:
+    """Of rows of these lengths behind so many tokens, whose keys are copied to each row, in tokens."""
+    pairs = [length * (before + length) + before * PAIRS_PER_COPIED_KEY for length in lengths]
+    return sum(lengths) + sum(pairs) / pairs_per_token
 
 
 def pairs_per_token(model: PreTrainedModel) -> float:
@@ -236,12 +259,22 @@ class _Rows:
         return rows
 
     @property
+    def lengths(self) -> list[int]:
+        """Of the trees."""
+        return [len(tree.tokens) for tree in self.trees.values()]
+
+    @property
     def length(self) -> int:
-        return max(len(tree.tokens) for tree in self.trees.values())
+        """Of each row, with its padding."""
+        return max(self.lengths)
 
     @property
     def count(self) -> int:
         return 1 + max(tree.row for tree in self.trees.values())
+
+    @property
+    def padded_lengths(self) -> list[int]:
+        return [self.length] * self.count
 
     def join(self) -> None:
         """Let short trees share a row: the longest first, each into the first row that has room for it."""
@@ -254,11 +287,6 @@ class _Rows:
                 filled.append(0)
             tree.first = filled[tree.row]
             filled[tree.row] += size
-
-    def cost(self, before: int, pairs_per_token: float) -> float:
-        """Of the padded rows behind so many tokens, whose keys are copied to each row, in tokens."""
-        pairs = self.length * (before + self.length) + before * PAIRS_PER_COPIED_KEY
-        return self.count * (self.length + pairs / pairs_per_token)
 
     def padded(self, pad_token_id: int, device) -> tuple[torch.Tensor, ...]:
         """Tokens, depths, numbers in a walk, and the number behind all that follows each token; (P, L) each.
@@ -340,10 +368,11 @@ def attention_mask(model: PreTrainedModel, sight: Sight) -> Mask | dict[str, Mas
 
 
 @contextmanager
-def behind_prefix(model: PreTrainedModel, packed: PackedGroups) -> Iterator[None]:
-    """Inside, the backbone of `model` computes what stands before the rows first: its keys and values, with gradient.
+def packed_pass(model: PreTrainedModel, packed: PackedGroups) -> Iterator[dict]:
+    """Inside, `model` called with the keywords that this gives computes the rows.
 
-    A hook, so that it happens within the call of whatever wraps the model for several processes.
+    Its backbone computes what stands before them first: its keys and values, with gradient. This is a hook, so that it
+    happens within the call of whatever wraps the model for several processes.
     """
 
     def compute_prefix(module, arguments, keywords):
@@ -362,14 +391,19 @@ def behind_prefix(model: PreTrainedModel, packed: PackedGroups) -> Iterator[None
             cache.batch_select_indices(packed.prompts.prompt_P)
         return arguments, {**keywords, "past_key_values": cache}
 
-    if len(packed.prefix_ids_K) == 0 and packed.prompts is None:
-        yield
-        return
-    handle = model.base_model.register_forward_pre_hook(compute_prefix, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    inputs: dict[str, object] = {
+        "input_ids": packed.input_ids_PL,
+        "position_ids": packed.position_ids_PL,
+        "attention_mask": attention_mask(model, packed.sight),
+    }
+    with ExitStack() as stack:
+        if len(packed.prefix_ids_K) or packed.prompts:
+            handle = model.base_model.register_forward_pre_hook(compute_prefix, with_kwargs=True)
+            stack.callback(handle.remove)
+        if packed.tree_lengths:
+            stack.enter_context(going_by_tree(model))
+            inputs["tree_lengths"] = packed.tree_lengths
+        yield inputs
 
 
 @contextmanager
@@ -426,16 +460,10 @@ def packed_log_probabilities(
         own_head: the entropies need no gradient, so that llm_policy/grpo/head.py may stand in for TRL's head.
     """
     backbone = plain_model.base_model
-    inputs = {
-        "input_ids": packed.input_ids_PL,
-        "position_ids": packed.position_ids_PL,
-        "attention_mask": attention_mask(plain_model, packed.sight),
-    }
-    prefix = behind_prefix(plain_model, packed)
     is_autocast = torch.is_autocast_enabled(packed.input_ids_PL.device.type)
     is_recomputed = plain_model.is_activation_checkpointing  # after this block, with the casts
     uncast = disable_input_dtype_casting(model, active=is_autocast and not is_recomputed)
-    with prefix, only_positions(backbone, packed.predictor_U), uncast:
+    with packed_pass(plain_model, packed) as inputs, only_positions(backbone, packed.predictor_U), uncast:
         if own_head and finds_gradient_on_the_way(plain_model):
             with kept_from_head(backbone) as hidden:
                 model(**inputs, use_cache=False)

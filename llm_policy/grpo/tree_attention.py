@@ -1,4 +1,4 @@
-"""What each token of a packed row sees, as a dense mask or, on CUDA, as blocks for FlexAttention.
+"""What each token of a packed row sees: tree by tree on a CPU, as blocks for FlexAttention on CUDA, or in one mask.
 
 A walk through a row's trees, down each branch before the next, gives every token a number. What follows a token then
 has the numbers right behind its own, so two numbers say who sees a key: itself and all behind it (the interval labels
@@ -13,6 +13,8 @@ blocks in which nobody sees anything: of 64 completions in one row, nearly all (
 Axes: P rows, L places in a row, M keys (what stands before the rows, then the rows).
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +24,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-ATTENTION = "sdpa_or_flex"
+ATTENTION, BY_TREE = "sdpa_or_flex", "tree_by_tree"
 SMALLEST_HEAD = 16  # numbers, of FlexAttention's kernels
 RECOMPILES = 64
 FEWEST_PLACES = 512  # of a row: below, a dense mask is cheap, and blocks would have each kind of shape compiled
@@ -79,8 +81,59 @@ def attend(module, query, key, value, attention_mask, **options):
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
-AttentionInterface.register(ATTENTION, attend)
-AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+def attend_by_tree(module, query, key, value, attention_mask, tree_lengths=None, **options):
+    """PyTorch's attention on each tree of a single row by itself: no comparison with another tree, and no padding.
+
+    Args:
+        query: of all trees, one behind the other, (1, heads, sum of `tree_lengths`, size of a head).
+        key, value: the same behind M - L keys that all trees see.
+        attention_mask: (trees, 1, L, M), bool; a shorter tree has the first places of its L and M.
+        tree_lengths: None: an ordinary pass.
+    """
+    is_ours = tree_lengths is not None and attention_mask is not None and len(attention_mask) == len(tree_lengths)
+    if not is_ours:  # a model that makes its own mask is found out by the comparison with TRL's pass
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    before = key.size(2) - query.size(2)
+    (key_before, *keys), (value_before, *values) = (x.split([before, *tree_lengths], dim=2) for x in (key, value))
+    attended = [
+        sdpa_attention_forward(
+            module,
+            queries_1HTD,
+            torch.cat([key_before, keys_1HTD], dim=2),
+            torch.cat([value_before, values_1HTD], dim=2),
+            mask_1LM[None, :, :length, : before + length],
+            **options,
+        )[0]
+        for queries_1HTD, keys_1HTD, values_1HTD, mask_1LM, length in zip(
+            query.split(tree_lengths, dim=2), keys, values, attention_mask, tree_lengths, strict=True
+        )
+    ]
+    return torch.cat(attended, dim=1), None
+
+
+for name, function in ((ATTENTION, attend), (BY_TREE, attend_by_tree)):
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, sdpa_mask)
+
+
+def goes_by_tree(model: PreTrainedModel) -> bool:
+    """Whether packed trees go through `attend_by_tree`: on a CPU, where starting many small products costs little.
+
+    Not where the pass is computed again on the way back: the layers' attention is exchanged for the pass alone.
+    """
+    is_usual = model.config.get_text_config()._attn_implementation == "sdpa"
+    return model.device.type == "cpu" and is_usual and not model.is_activation_checkpointing
+
+
+@contextmanager
+def going_by_tree(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the layers of `model` call `attend_by_tree`."""
+    config = model.config.get_text_config()
+    usual, config._attn_implementation = config._attn_implementation, BY_TREE
+    try:
+        yield
+    finally:
+        config._attn_implementation = usual
 
 
 def takes_blocks(model: PreTrainedModel) -> bool:
