@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG_FILE, RUN_FILE, METRICS_FILE = "resolved_config.yaml", "run.json", "metrics.jsonl"
 EVALUATION_FILE, RESULT_FILE = "evaluation.json", "result.txt"
+OF_EACH_RUN = (CONFIG_FILE, RUN_FILE, METRICS_FILE, RESULT_FILE, EVALUATION_FILE)  # once it has ended
 PICTURE_FILE = "policy.png"
 OUR_FOLDERS = re.compile(r"checkpoint-\d+|grpo|warm_start|runs")
 OUR_SUFFIXES = {".json", ".jsonl", ".txt", ".md", ".png", ".yaml", ".safetensors", ".jinja", ".partial"}

@@ -29,10 +29,7 @@ from llm_policy.reading import read_text
 UNTRAINED_FILE, WARM_START_FILE = "untrained.json", "warm_start.json"
 WARM_START_FOLDER, GRPO_FOLDER = "warm_start", "grpo"  # the two adapters that are joined in the end
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-FINISHED = (
-    run_files.CONFIG_FILE, run_files.RUN_FILE, run_files.METRICS_FILE, run_files.RESULT_FILE, run_files.EVALUATION_FILE,
-    *ADAPTER_FILES,
-)  # fmt: skip
+FINISHED = (*run_files.OF_EACH_RUN, *ADAPTER_FILES)
 TAUGHT_WITH = ("warm_start_steps", "warm_start_prompts", "warm_start_learning_rate", "warm_start_threshold")
 LORA = ("lora_r", "lora_alpha", "lora_target_modules", "lora_dropout", "use_rslora")
 CHECKED_LESSONS = 256  # of all, spread evenly, say whether a warm start was made from the same

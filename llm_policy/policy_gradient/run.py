@@ -25,10 +25,7 @@ from llm_policy.policy_gradient.progress import BLOCK, Progress, block_means
 from llm_policy.reading import read_text
 
 CURVE_FILE, UNTRAINED_FILE = "curve.png", "untrained.json"
-FINISHED = (
-    run_files.CONFIG_FILE, run_files.RUN_FILE, run_files.METRICS_FILE, run_files.RESULT_FILE, run_files.EVALUATION_FILE,
-    POLICY_FILE, STATISTICS_FILE,
-)  # fmt: skip
+FINISHED = (*run_files.OF_EACH_RUN, POLICY_FILE, STATISTICS_FILE)
 
 
 def train(folder: Path, arguments: PolicyGradientArguments, config: str) -> None:
