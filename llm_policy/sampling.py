@@ -183,7 +183,7 @@ def _sample_along(
     A pass gives the distribution behind every token of a guess. A completion takes its samples from them as long as
     they are what was guessed; the first that is not ends its share of the pass, and is a sample like the others
     (speculative sampling, Leviathan et al. 2023, arXiv 2211.17192, with a guess in place of a draft model). Completions
-    that are equal so far share a row. With guesses that fail (`_guessed_next`), or none, this is decoding token by
+    that are equal so far share a row. Where there is nothing to guess (`_guessed_next`) this is decoding token by
     token; on CUDA in fixed places from then on (`FixedDecoding`), which no guess interrupts again.
 
     Args:
@@ -250,7 +250,7 @@ def _decode_fixed(
 
 
 def _guessed_next(guess: list[int], completion: list[int], again: int) -> list[int]:
-    """What `guess` says that comes next.
+    """What may come next; nothing where there is no guess: what is not known at all does not repeat itself enough.
 
     It goes on as long as it came true, and where the last token alone was another, which may be one word for another.
     Later it goes on from where the last tokens stand in it, too, or else in what is written, if they do, `again` tokens

@@ -238,6 +238,17 @@ def test_where_packing_goes_wrong_rows_are_scored_plainly(monkeypatch, capsys):
     np.testing.assert_allclose(found, expected, rtol=1e-3)
 
 
+def test_packing_is_checked_on_two_trees(monkeypatch):
+    compared = []
+    monkeypatch.setattr(answers, "_packing_is_right", lambda *arguments: compared.append(arguments[2]) or True)
+    monkeypatch.setattr(
+        answers, "_packed_scores", lambda _, __, pairs, actions: np.zeros((len(pairs), 1 + len(actions)))
+    )
+    for count in range(4):
+        answers._answer_scores(None, None, list(range(count)), ACTIONS)
+    assert compared == [[], [0], [0, 1], [0, 2]]
+
+
 @pytest.mark.parametrize(("action", "is_right"), [(0, False), (1, True)])
 def test_a_likely_action_weighs_more_where_packing_is_checked(action, is_right, monkeypatch):
     """UP at 1e-9 may be wrong by a nat: that is what bfloat16 makes of it. LEFT at nearly 1 may not."""

@@ -274,7 +274,7 @@ def test_trees_one_after_the_other_have_no_padding():
 @pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
 @torch.no_grad()
 def test_a_tree_that_saw_another_would_show(architecture):
-    """Attention in one mask over the row of all trees is another thing."""
+    """Were the border between two trees one token further on."""
     prompts, completions, branches, _ = CASES["trees that share a row"]
     model = random_policy(architecture)
     packed = pack_groups(prompts, completions, branches, by_tree=True)
@@ -292,6 +292,9 @@ def test_trees_go_one_by_one_on_a_cpu_with_its_own_attention():
     model.gradient_checkpointing_enable()
     assert not goes_by_tree(model), "what is computed again would meet another attention"
     model.gradient_checkpointing_disable()
+    model.config.model_type = "stablelm"
+    assert not goes_by_tree(model), "its layers keep the lengths of the trees to themselves"
+    model.config.model_type = "llama"
     model.set_attn_implementation("eager")
     assert not goes_by_tree(model)
 

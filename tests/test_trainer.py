@@ -343,6 +343,13 @@ def test_the_check_refuses_numbers_that_are_none(tmp_path, monkeypatch):
         trainer.check_against_stock(CHECKED_PROMPTS, EXAMPLES)
 
 
+def test_a_packed_pass_that_fails_is_refused_with_its_reason(tmp_path, monkeypatch):
+    trainer = trainer_of(PolicyTrainer, "llama", tmp_path)
+    monkeypatch.setattr(trainer_module, "packed_log_probabilities", lambda *_: torch.ones(2) + torch.ones(3))
+    with pytest.raises(InputError, match=r"^llama: the packed pass failed \(The size of tensor .*--packed false$"):
+        trainer.check_against_stock(CHECKED_PROMPTS, EXAMPLES)
+
+
 # Sampling --------------------------------------------------------------------------------------------------------
 
 

@@ -173,7 +173,8 @@ def _answer_scores(
     reader: Reader, model: PreTrainedModel, pairs: Sequence[tuple[Messages, str]], actions: Sequence[str]
 ) -> np.ndarray:
     """Log-probability of each thought behind its prompt, then of each action with its closing tag: (pairs, 1 + A)."""
-    score = _packed_scores if _packing_is_right(model, reader, pairs[:1], actions) else _plain_scores
+    first_and_last = pairs[:: max(1, len(pairs) - 1)]  # two trees behind what both begin with
+    score = _packed_scores if _packing_is_right(model, reader, first_and_last, actions) else _plain_scores
     own, scores = pairs[processes.own_share(len(pairs))], []
     for first in processes.progress(range(0, len(own), PROMPTS_PER_PASS), "scoring answers"):
         scores.extend(score(model, reader, own[first : first + PROMPTS_PER_PASS], actions))

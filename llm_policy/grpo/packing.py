@@ -122,7 +122,7 @@ def pack_groups(
         share_prefix: whether what all prompts begin with is taken out of the rows.
         silent: completions (by number) that are not scored; only what their branches need of them is computed.
         pairs_per_token: so many comparisons of two tokens cost as much as the rest of the model does for one token
-            (`pairs_per_token` of a model). It decides whether completions share a row.
+            (`pairs_per_token` of a model). It decides whether completions share a tree.
         by_tree: attention goes through trees one by one (`goes_by_tree` of a model): they stand in one row.
     """
     shared = len(common_prefix([prompt[:-1] for prompt in prompts])) if share_prefix else 0

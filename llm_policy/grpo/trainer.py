@@ -52,8 +52,8 @@ class PolicyTrainer(GRPOTrainer):
        scored many tokens at a time (`guesses`, llm_policy/sampling.py), and the adapter is merged into a copy of the
        weights, so that decoding runs plain matrices (`merged_sampling`; through the adapter where a GPU has no room for
        the copy). With vLLM or continuous batching TRL's own path is used.
-    2. Training pass: a prompt and its group are one tree of tokens, and short trees share a row; or completions have
-       rows of their own behind their prompt, whichever is cheaper (llm_policy/grpo/packing.py). Completions whose
+    2. Training pass: a prompt and its group are one tree of tokens, and trees share a row; or completions have rows
+       of their own behind their prompt, whichever is cheaper (llm_policy/grpo/packing.py). Completions whose
        advantage is zero skip the pass, or what follows their answer, where nothing else in the loss needs them. On a
        CPU the head finds its gradient on the way (llm_policy/grpo/head.py). Equal to stock up to rounding;
        `packed=False` takes TRL's pass.
@@ -443,7 +443,11 @@ class PolicyTrainer(GRPOTrainer):
             own, _, _ = self._get_per_token_logps_and_entropies(self.model, ids, mask, length)
         except Exception as error:  # a kernel for this length may fail in any way
             if config._attn_implementation != ATTENTION:
-                raise
+                reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+                raise InputError(
+                    f"{config.model_type}: the packed pass failed ({reason}): this architecture needs "
+                    "--objective grpo --packed false"
+                ) from error
             config._attn_implementation = "sdpa"
             print(f"packed rows with a dense mask: FlexAttention failed ({type(error).__name__})", flush=True)
             own, _, _ = self._get_per_token_logps_and_entropies(self.model, ids, mask, length)

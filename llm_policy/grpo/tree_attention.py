@@ -24,6 +24,8 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from llm_policy.prompt_cache import TRIED
+
 ATTENTION, BY_TREE = "sdpa_or_flex", "tree_by_tree"
 SMALLEST_HEAD = 16  # numbers, of FlexAttention's kernels
 RECOMPILES = 64
@@ -90,8 +92,7 @@ def attend_by_tree(module, query, key, value, attention_mask, tree_lengths=None,
         attention_mask: (trees, 1, L, M), bool; a shorter tree has the first places of its L and M.
         tree_lengths: None: an ordinary pass.
     """
-    is_ours = tree_lengths is not None and attention_mask is not None and len(attention_mask) == len(tree_lengths)
-    if not is_ours:  # a model that makes its own mask is found out by the comparison with TRL's pass
+    if tree_lengths is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     before = key.size(2) - query.size(2)
     (key_before, *keys), (value_before, *values) = (x.split([before, *tree_lengths], dim=2) for x in (key, value))
@@ -111,17 +112,21 @@ def attend_by_tree(module, query, key, value, attention_mask, tree_lengths=None,
     return torch.cat(attended, dim=1), None
 
 
-for name, function in ((ATTENTION, attend), (BY_TREE, attend_by_tree)):
-    AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, sdpa_mask)
+AttentionInterface.register(ATTENTION, attend)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+AttentionInterface.register(BY_TREE, attend_by_tree)
+AttentionMaskInterface.register(BY_TREE, sdpa_mask)
 
 
 def goes_by_tree(model: PreTrainedModel) -> bool:
     """Whether packed trees go through `attend_by_tree`: on a CPU, where starting many small products costs little.
 
-    Not where the pass is computed again on the way back: the layers' attention is exchanged for the pass alone.
+    Only in architectures that were tried: others keep the lengths of the trees from their attention (StableLM), or look
+    at its name themselves (Falcon). Not where the pass is computed again on the way back, because the layers' attention
+    is exchanged for the pass alone.
     """
-    is_usual = model.config.get_text_config()._attn_implementation == "sdpa"
+    config = model.config.get_text_config()
+    is_usual = config._attn_implementation == "sdpa" and config.model_type in TRIED
     return model.device.type == "cpu" and is_usual and not model.is_activation_checkpointing
 
 

@@ -302,7 +302,7 @@ def reply_loss(
     Inside `add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy"))`.
 
     Args:
-        packed: replies that begin alike share a row; else each has one of its own.
+        packed: the replies of a prompt are one tree; else each has a row of its own.
     """
     base_model, device = model.get_base_model(), next(model.parameters()).device
     prompts = [reader.prompt(prompt) for prompt, _ in batch]
@@ -338,7 +338,7 @@ def packs(model: PeftModel, reader: Reader, lessons: Sequence[Lesson]) -> bool:
     """Whether replies in one row have the loss that they have alone; where not, says so.
 
     Layers that mix neighbouring tokens (LFM2) see other branches of the tree, and some architectures take no such mask.
-    Compared are two short ones of the first lessons, which share a row if any do, and the longest.
+    Compared are two short ones of the first lessons, whose trees share a row if any do, and the longest.
     """
     first_ones = [lessons[i] for i in range(min(len(lessons), REPLIES_PER_PASS))]  # some tasks make lessons without end
     by_length = sorted(first_ones, key=lambda lesson: len(lesson[1][0]))
