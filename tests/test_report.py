@@ -964,9 +964,11 @@ def test_thoughts_stand_by_their_tokens_beside_what_the_prompt_says(results, mon
     monkeypatch.setattr(maps, "write_curves", lambda *_: None)
     monkeypatch.setattr(maps, "curves_figure", lambda points, *_: points)
     monkeypatch.setattr(files, "save_picture", lambda points, name: pictures.update({name: points}))
-    for name, is_slippery in (("dry_maps", False), ("observation_cells", False), ("thought_search", False)):
+    dry = [(name, False) for name in ("dry_maps", "observation_cells", "thought_search")]
+    for name, is_slippery in [*dry, ("thought_search_wet", True), ("thought_search_wet_longer", True)]:
         write_seed(results / f"maps_never_seen/{name}/seed-1", 0.5, is_slippery)
     maps.write_map_curves(lakes.training_results())
+    # On slippery ice one kind of thought alone: nothing to compare
     point = [([39.0], [50.0])]
     assert pictures == {"thought_tokens_dry": {"observation_cells (1 seed)": point, "thought_search (1 seed)": point}}
 

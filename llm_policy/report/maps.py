@@ -218,7 +218,8 @@ def write_map_curves(results: Mapping[str, list[dict]]) -> None:
             for kind in ("maps", "observations", "thoughts")
         )
         write_curves(maps | thoughts, f"random_maps_{ice}", title, "percent_of_optimal", "percent of the optimum")
-        if thoughts and len(observations | thoughts) > 1:
+        kinds_of_thought = {seeds[0]["thought"] for seeds in thoughts.values()}
+        if thoughts and len(observations) + len(kinds_of_thought) > 1:
             write_tokens_picture(observations | thoughts, f"thought_tokens_{ice}", title)
 
 
