@@ -252,7 +252,7 @@ def _decode_fixed(
 def _guessed_next(guess: list[int], completion: list[int], again: int) -> list[int]:
     """What may come next; nothing where there is no guess: what is not known at all does not repeat itself enough.
 
-    It goes on as long as it came true, and where the last token alone was another, which may be one word for another.
+    A guess goes on as long as it came true, and where the last token alone was another: one word for another, maybe.
     Later it goes on from where the last tokens stand in it, too, or else in what is written, if they do, `again` tokens
     at a time (prompt lookup decoding, Saxena 2023).
     """
