@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
-import torch
 from transformers import set_seed
 
 from llm_policy.adapters import quantization_of
@@ -32,7 +31,7 @@ from llm_policy.command_line import parse_arguments
 from llm_policy.environments.judge import BASELINES, THOUGHTS_FILE, is_baseline
 from llm_policy.errors import InputError, check_alone, packages_of, run_script
 from llm_policy.grpo.stages import WARM_START_FOLDER
-from llm_policy.hardware import take_granted_threads
+from llm_policy.hardware import take_granted_threads, this_device
 from llm_policy.interruption import RESUME
 from llm_policy.models import context_tokens, load_model, load_tokenizer
 from llm_policy.number_format import cost_of, faster_format
@@ -212,12 +211,12 @@ def model_answers(name: str, settings: dict, arguments: EvaluationArguments, sha
     settings = settings | shared
     tokens = arguments.max_completion_length or settings.get("max_completion_length", 64)
     judge = judge_of(arguments, settings, Reader(tokenizer, tokens))
-    on_gpu = torch.cuda.is_available()
+    device = this_device()
+    on_gpu = device.type == "cuda"
     dtype = arguments.dtype or settings.get("dtype") or faster_format(on_gpu)[0]
     if line := cost_of(dtype, on_gpu):
         print(line, flush=True)
     quantization = quantization_of(settings | {"dtype": dtype})
-    device = torch.device("cuda" if on_gpu else "cpu")
     model = load_model(name, dtype, quantization_config=quantization, device=device)
     check_prompt(judge.first_prompt(), tokenizer, context_tokens(model), judge.reader.max_completion_tokens)
     answers = {f"{name}, greedy": judge.answers(model)}

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from transformers import set_seed
 from trl import ModelConfig
 
@@ -28,7 +27,7 @@ from llm_policy.command_line import parse_arguments
 from llm_policy.errors import InputError, check_alone, check_choices, disk_errors, run_script
 from llm_policy.grpo import lifecycle, stages
 from llm_policy.grpo.arguments import WarmStartArguments
-from llm_policy.hardware import device_text, take_granted_threads
+from llm_policy.hardware import device_text, take_granted_threads, this_device
 from llm_policy.hindsight import HindsightLearner, HindsightLog, HindsightSettings
 from llm_policy.interruption import RESUME
 from llm_policy.models import context_tokens, load_tokenizer
@@ -124,7 +123,7 @@ def train(options: Options) -> int:
     tokenizer = load_tokenizer(options.model.model_name_or_path, revision=options.model.model_revision)
     task = task_module(TASK).make_task(options.task, script, tokenizer)
     set_seed(script.seed)
-    model, lora, folders = adapters.model_to_train(options.model, device_of_this_machine())
+    model, lora, folders = adapters.model_to_train(options.model, this_device())
     check_prompt(task, context_tokens(model))
     reader = Reader(tokenizer, script.max_completion_length)
     made_from = stages.made_from(task, options.model)
@@ -153,7 +152,7 @@ def train(options: Options) -> int:
     stages.save_joined(model, [*begun.folders, folder / stages.GRPO_FOLDER], folder, options.model)
     tokenizer.save_pretrained(folder)
     answers_of = begun.answers | stages.judged_again(
-        task, folder, device_of_this_machine(), options.model, script.seed, script.samples_per_state
+        task, folder, this_device(), options.model, script.seed, script.samples_per_state
     )
     comparison = task.judge.compare(answers_of)
     in_words = task.judge.judgement(answers_of["trained, greedy"]).verdict
@@ -200,10 +199,6 @@ def replay(
         stop.leave_if_received(f"checkpoint of epoch {learner.epoch} written; {RESUME} resumes from it")
 
 
-def device_of_this_machine() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def check_prompt(task: Task, most_tokens: int) -> None:
     """Print what the linter warns of; `InputError` for the first error."""
     for finding in task.lint(most_tokens) if task.lint else []:
@@ -215,7 +210,7 @@ def check_prompt(task: Task, most_tokens: int) -> None:
 def write_run_files(options: Options, task: Task, made_from: dict[str, str], on_adapter: bool) -> None:
     length, learner = options.script.max_completion_length, {"learner": options.learner}
     settings = stages.judge_settings(TASK, task.judge, options.model, length, on_adapter, made_from) | learner
-    device = device_text(on_gpu=device_of_this_machine().type == "cuda")
+    device = device_text(on_gpu=this_device().type == "cuda")
     run_files.write_run_files(
         options.output_dir, options.groups, options.config, options.script.seed, settings, device, RESUME
     )

@@ -17,13 +17,12 @@ from llm_policy.startup import announce
 
 announce(__name__, "PyTorch and Transformers. Then a run is judged several times")
 
-import torch
 from peft import PeftModel
 
 from llm_policy.chat import Reader
 from llm_policy.command_line import parse_arguments
 from llm_policy.errors import InputError, run_script
-from llm_policy.hardware import device_text, take_granted_threads
+from llm_policy.hardware import device_text, take_granted_threads, this_device
 from llm_policy.models import base_of_adapter, is_adapter, load_model, load_tokenizer
 from llm_policy.run_files import run_settings
 from tasks import task_module
@@ -50,8 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not isinstance(judge, TableJudge):
         raise InputError(f"--run {folder}: its task is {settings['task']}; expected a run of a task with a table")
     judge = replace(judge, environments=judge.environments[:MAPS])
-    on_gpu = torch.cuda.is_available()
-    device, dtype = torch.device("cuda" if on_gpu else "cpu"), settings["dtype"]
+    device, dtype = this_device(), settings["dtype"]
 
     name, revision = base_of_adapter(folder)
     models = {
@@ -61,7 +59,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if len(models) == 1:
         raise InputError(f"--run {folder}: is a float32 run, in which both are the same; name one in bfloat16")
     states = sum(len(environment.acting_states) for environment in judge.environments)
-    print(f"judging {states} states {arguments.rounds} times each, {device_text(on_gpu)} ...", flush=True)
+    print(
+        f"judging {states} states {arguments.rounds} times each, {device_text(on_gpu=device.type == 'cuda')} ...",
+        flush=True,
+    )
     seconds, found = {which: [] for which in models}, {}
     for timed in (False, *[True] * arguments.rounds):  # at first every kernel is new
         for which, model in models.items():

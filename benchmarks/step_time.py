@@ -63,7 +63,7 @@ from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
 from llm_policy.errors import check_choices, run_script
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.grpo.warm_start import Lesson, teach_format
-from llm_policy.hardware import take_granted_threads
+from llm_policy.hardware import take_granted_threads, this_device
 from llm_policy.models import EMBEDDED_MODEL, load_model, load_tokenizer
 from llm_policy.number_format import FORMATS, faster_format
 from tasks.frozen_lake import lake_words
@@ -226,7 +226,7 @@ def gemma_2b(tokenizer: PreTrainedTokenizerBase, dtype: str) -> PreTrainedModel:
         num_attention_heads=8, num_key_value_heads=1, head_dim=256, max_position_embeddings=8192,
         bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with this_device():
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
 
 

@@ -5,6 +5,10 @@ import os
 import platform
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 CPU_INFORMATION = Path("/proc/cpuinfo")  # Linux; elsewhere the platform module knows a little
 CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # microseconds of processor time that a container has, and the period
@@ -22,6 +26,13 @@ def processor_name(on_gpu: bool = False) -> str:
     entries = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     name = entries.get("model name") or platform.processor() or platform.machine()
     return ", ".join([name, *(flag for flag in BFLOAT16_FLAGS if flag in entries.get("flags", "").split())])
+
+
+def this_device() -> "torch.device":
+    """The GPU, if there is one, and else the CPU."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def device_text(on_gpu: bool = False) -> str:

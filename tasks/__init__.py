@@ -83,7 +83,7 @@ class Task:
         judge: how good a model is, at the end.
         judge_between: the same on less, for the evaluations between steps; None: `judge`.
         is_reply: whether a completion to a prompt is of the kind that the warm start teaches: well-formed, and its
-            answer means something.
+            answer means something. None: it is one of its lesson's replies, word for word.
         actions: the legal answers, if they are few. With `action_rewards` they make other objectives than grpo
             possible.
         action_rewards: (rows, reward weights) -> (rows, actions): what a well-formed completion earns with each action.
@@ -103,7 +103,7 @@ class Task:
     rows: list[dict]
     reward_functions: list[Callable[..., list[float]]]
     judge: Judge
-    is_reply: IsReply
+    is_reply: IsReply | None
     judge_between: Judge | None = None
     actions: Sequence[str] = ()
     action_rewards: Callable[[list[dict], Sequence[float]], np.ndarray] | None = None

@@ -384,11 +384,6 @@ def table_task(
         }
 
     is_tagged = tagged(lambda answer: action_index(answer, actions) is not None)
-    true_of = {_key(words.messages(*state)): words.reply(*state, 0) for state in states} if thoughts_count else {}
-
-    def is_reply(prompt: Messages, text: str) -> bool:
-        return is_tagged(prompt, text) and (not true_of or true_thoughts([text], [true_of[_key(prompt)]])[0] == 1)
-
     functions = reward_functions(shaping, actions)
     if thoughts_count:
         functions[0] = logging_truth(functions[0], lambda row: words.reply(*states[row], 0))
@@ -408,7 +403,7 @@ def table_task(
         judge_between=replace(
             judge, environments=judge.environments[:MAPS_JUDGED], words=replace(words, exchanged=None)
         ),
-        is_reply=is_reply,
+        is_reply=None if thoughts_count else is_tagged,
         actions=actions,
         action_rewards=action_rewards,
         lessons=[
@@ -444,10 +439,6 @@ def logging_truth(reward: Reward, true_reply: Callable[[int], str]) -> Reward:
 
     logged.__name__ = reward.__name__
     return logged
-
-
-def _key(prompt: Messages) -> str:
-    return "\n".join(turn["content"] for turn in prompt)
 
 
 @dataclass

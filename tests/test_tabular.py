@@ -271,9 +271,11 @@ def test_a_thought_that_looks_has_to_be_true(thought, tmp_path):
     arguments = tasks.frozen_lake.Arguments(expert_csv=str(CSV), observation="cells", thought=thought)
     task = tasks.frozen_lake.make_task(arguments, training, tiny_tokenizer("llama", 384, False))
     (prompt, replies), (_, others) = task.lessons[:2]
-    assert all(task.is_reply(prompt, text) for text in replies)
-    assert task.is_reply(prompt, others[0]) == (thought == "place")
-    assert not task.is_reply(prompt, replies[0].replace("<answer>", "<answer>NORTH"))
+    if thought == "place":
+        assert all(task.is_reply(prompt, text) for text in [*replies, *others])
+        assert not task.is_reply(prompt, replies[0].replace("<answer>", "<answer>NORTH"))
+    else:
+        assert task.is_reply is None
     assert ("thought" in task.judge.settings) == (thought == "search")
     assert (">LEFT\n" in replies[0]) == (thought == "search"), "on slippery ice a line for each action"
 

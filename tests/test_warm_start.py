@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftModel
 from tiny_policies import adapter_weights, add_random_adapter, random_policy, tokenizer_of
 from trl import ModelConfig
 
-from llm_policy.chat import Reader
+from llm_policy.chat import Reader, reply_token_ids
 from llm_policy.checkpoints import COMPLETE_MARK
 from llm_policy.completions import action_index, parse_completion, tagged
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
@@ -240,6 +240,38 @@ def test_sampled_format_validity(case, lesson_count, monkeypatch):
     lessons = (LESSONS * 10)[:lesson_count]
     assert sampled_format_validity(None, reader, lessons, IS_REPLY) == pytest.approx(expected, abs=0.02)
     assert asked[0] >= warm_start.SAMPLED_PROMPTS
+
+
+@pytest.mark.parametrize("rows", ["packed", "their own"])
+def test_where_only_the_lessons_replies_count_nothing_is_sampled(rows, monkeypatch):
+    """The share that would be as taught is the probability of the replies to a step's prompts, before the step."""
+    monkeypatch.setattr(warm_start, "sampled_format_validity", lambda *_: pytest.fail("sampled"))
+    monkeypatch.setattr(warm_start, "packs", lambda *_: rows == "packed")
+    monkeypatch.setattr(warm_start, "CHECK_EVERY_STEPS", 1)
+    monkeypatch.setattr(warm_start, "REPLIES_PER_PASS", 8)  # two passes a step
+    model, _, reader = student()
+    lessons = [(prompt, [f"{action}" for action in "abcd"]) for prompt, _ in LESSONS[:4]]
+    probabilities = []
+    with torch.no_grad():
+        for prompt, replies in lessons:
+            for reply in replies:
+                prompt_ids, reply_ids = reader.prompt(prompt), reply_token_ids(reply, reader.tokenizer)
+                logits = model(torch.tensor([[*prompt_ids, *reply_ids]])).logits[0, len(prompt_ids) - 1 : -1]
+                log_p = logits.log_softmax(-1)[range(len(reply_ids)), reply_ids]
+                probabilities.append(log_p.sum().exp().item())
+    settings = {"prompts_per_step": 4, "learning_rate": 0.01, "threshold": 0.05, "seed": 0}
+    report = teach_format(model, reader, lessons, None, max_steps=1, **settings)
+    assert report["format_validity"] == pytest.approx(sum(probabilities) / 4, rel=1e-3)
+    report = teach_format(model, reader, lessons, None, max_steps=60, **settings)
+    assert 1 < report["steps"] < 60
+    assert 0.05 <= report["format_validity"] < 0.1, "the head of a tiny policy is never surer"
+
+
+def test_where_only_the_lessons_replies_count_a_sample_is_one_of_them(monkeypatch):
+    _, _, reader = student()
+    (_, replies), (_, others) = LESSONS[:2]
+    monkeypatch.setattr(Reader, "completions", lambda *_: [replies[1], others[0], replies[0] + ".", replies[3]] * 8)
+    assert sampled_format_validity(None, reader, LESSONS[:1], None) == 0.5
 
 
 # The stage of a run ----------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class WarmStartArguments:
     warm_start_learning_rate: float = field(
         default=1e-3, metadata={"help": "Its learning rate (AdamW), which falls over the second half."}
     )
-    warm_start_threshold: float = field(default=0.9, metadata={"help": "Share of samples as taught that ends it."})
+    warm_start_threshold: float = field(default=0.9, metadata={"help": "Share of replies as taught that ends it."})
     warm_start_folder: str = field(
         default="", metadata={"help": "Share it with other runs of the same seed, in this folder. Default: the run's."}
     )

@@ -33,6 +33,7 @@ from llm_policy.sampling import evaluating
 Lesson = tuple[Messages, Sequence[str]]
 """A prompt and well-formed replies to it that differ in their answer alone."""
 IsReply = Callable[[Messages, str], bool]
+"""Whether a completion to a prompt is as taught: well-formed, and its answer means something in this task."""
 
 REPORT_FILE = "report.json"
 SAMPLED_PROMPTS = 32  # for the estimate of the format validity
@@ -43,7 +44,7 @@ SAME_LOSS = 0.1  # nats a token: so far rounding goes, packed against plain rows
 
 def warm_started(
     model: PreTrainedModel, lora: LoraConfig, reader: Reader, lessons: Sequence[Lesson],
-    is_reply: IsReply, script: WarmStartArguments, seed: int, folder: Path,
+    is_reply: IsReply | None, script: WarmStartArguments, seed: int, folder: Path,
     should_stop: Callable[[], bool], has_begun: bool, made_from: str = "",
 ) -> tuple[PreTrainedModel, dict]:  # fmt: skip
     """Teach the form where `--warm_start` asks for it; the model that stands on it, and what the warm start reported.
@@ -137,25 +138,29 @@ def alone_at(folder: Path) -> Iterator[None]:
         lock.release()
 
 
-def sampled_format_validity(model: PeftModel, reader: Reader, lessons: Sequence[Lesson], is_reply: IsReply) -> float:
+def sampled_format_validity(
+    model: PeftModel, reader: Reader, lessons: Sequence[Lesson], is_reply: IsReply | None
+) -> float:
     """Share of `SAMPLED_PROMPTS` or more sampled completions (temperature 1) that are as the lessons teach them.
 
     Args:
-        is_reply: whether a completion to a prompt is: well-formed, and its answer means something in this task.
+        is_reply: None: a completion has to be one of the lesson's replies, word for word.
     """
     count = min(SAMPLED_PROMPTS, len(lessons))
     chosen = [lessons[i * len(lessons) // count] for i in range(count)]
     prompts, guesses = [prompt for prompt, _ in chosen], [replies[0] for _, replies in chosen]
     samples = -(-SAMPLED_PROMPTS // len(chosen))
     texts = reader.completions(model, prompts, samples, guesses)
-    return sum(is_reply(prompts[i // samples], text) for i, text in enumerate(texts)) / len(texts)
+    asked = [chosen[i // samples] for i in range(len(texts))]
+    pairs = zip(asked, texts, strict=True)
+    return sum(is_reply(p, text) if is_reply else text in replies for (p, replies), text in pairs) / len(texts)
 
 
 def teach_format(
     model: PeftModel,
     reader: Reader,
     lessons: Sequence[Lesson],
-    is_reply: IsReply,
+    is_reply: IsReply | None,
     *,
     max_steps: int,
     prompts_per_step: int,
@@ -169,14 +174,15 @@ def teach_format(
 
     Args:
         lessons: prompts to draw from, with the replies that each is taught.
-        is_reply: as for `sampled_format_validity`.
+        is_reply: as for `sampled_format_validity`. With None nothing is sampled: the probability of the replies to a
+            step's prompts, before the step, says how many would be as taught.
         prompts_per_step: distinct prompts per step, each with all its replies.
         learning_rate: over the second half of `max_steps` it falls linearly to nothing.
         should_stop: asked after every step; True leaves early (the caller then throws the adapter away).
         unfinished: where an interrupted call left off, and where this one leaves what it has.
 
     Returns:
-        `steps`, `loss` (nats per token, last step) and `format_validity` (last sample).
+        `steps`, `loss` (nats per token, last step) and `format_validity` (last check).
     """
     base_model = model.get_base_model()
     add_fused_lm_head(base_model, outputs=("log_probs", "entropy"))
@@ -203,7 +209,7 @@ def teach_format(
             for group in optimizer.param_groups:  # at the full rate a long thought stays unsure
                 group["lr"] = learning_rate * min(1.0, 2 * (1 - (step - 1) / max_steps))
             order = torch.randperm(len(lessons), generator=generator)[:prompts_per_step].tolist()
-            loss = torch.zeros((), device=device)
+            loss, as_taught = (torch.zeros((), device=device) for _ in range(2))
             # Those of a pass are alike in length, or much of it would be padding
             chosen = sorted((lessons[i] for i in order), key=lambda lesson: len(lesson[1][0]))
             tokens = [sum(len(reply_token_ids(reply, reader.tokenizer)) for reply in replies) for _, replies in chosen]
@@ -211,11 +217,13 @@ def teach_format(
             for first in chunks[processes.index() :: processes.count()]:  # not all long ones to the last process
                 chunk = slice(first, first + prompts_per_pass)
                 batch = [(prompt, reply) for prompt, replies in chosen[chunk] for reply in replies]
-                chunk_loss = reply_loss(model, reader, batch, packed) * (sum(tokens[chunk]) / sum(tokens))
+                log_probabilities = reply_log_probabilities(model, reader, batch, packed)
+                chunk_loss = -torch.cat(log_probabilities).mean() * (sum(tokens[chunk]) / sum(tokens))
                 chunk_loss.backward()
                 loss += chunk_loss.detach()
+                as_taught += sum(log_p.detach().sum().exp() for log_p in log_probabilities) / len(order)
             share_gradient(parameters)
-            processes.add_up([loss])
+            processes.add_up([loss, as_taught])
             if not math.isfinite(loss):
                 remedy = f"lower --warm_start_learning_rate {learning_rate:g}"
                 raise InputError(f"warm start, step {step}: the loss is no number; {remedy}")
@@ -227,7 +235,9 @@ def teach_format(
             progress.set_postfix(loss=f"{report['loss']:.3f}", as_taught=f"{report['format_validity']:.0%}")
             is_due = step % check_every == 0 or step == max_steps
             if (is_left := should_stop()) or is_due:
-                if is_due:
+                if is_due and is_reply is None:
+                    report["format_validity"] = as_taught.item()
+                elif is_due:
                     report["format_validity"] = sampled_format_validity(model, reader, lessons, is_reply)
                     model.train()
                 if unfinished:
@@ -297,7 +307,14 @@ class Unfinished:
 def reply_loss(
     model: PeftModel, reader: Reader, batch: Sequence[tuple[Messages, str]], packed: bool = True
 ) -> torch.Tensor:
-    """Mean over all tokens of the replies of minus their log-probability (nats), behind their prompts.
+    """Mean of minus `reply_log_probabilities`, over all tokens."""
+    return -torch.cat(reply_log_probabilities(model, reader, batch, packed)).mean()
+
+
+def reply_log_probabilities(
+    model: PeftModel, reader: Reader, batch: Sequence[tuple[Messages, str]], packed: bool
+) -> list[torch.Tensor]:
+    """Of each token of each reply behind its prompt, in nats.
 
     Inside `add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy"))`.
 
@@ -319,7 +336,7 @@ def reply_loss(
                 by_tree=goes_by_tree(base_model),
             )
             log_probabilities_N, _ = packed_log_probabilities(model, base_model, groups)
-            return -log_probabilities_N.float().mean()
+            return groups.split(log_probabilities_N.float())[0]
         length = max(len(prompt) + len(reply) for prompt, reply in zip(prompts, replies, strict=True))
 
         def filled(parts: list[list[int]], fill: int) -> torch.Tensor:
@@ -330,7 +347,12 @@ def reply_loss(
         mask_BT = filled([[1] * (len(prompt) + len(reply)) for prompt, reply in pairs], 0)
         labels_BT = filled([[*[-100] * len(prompt), *reply] for prompt, reply in pairs], -100)
         logits_BTV = model(input_ids=ids_BT, attention_mask=mask_BT).logits[:, :-1]
-        return torch.nn.functional.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT[:, 1:].flatten())
+        labels_BT = labels_BT[:, 1:]
+        nats_N = torch.nn.functional.cross_entropy(
+            logits_BTV.float().flatten(0, 1), labels_BT.flatten(), reduction="none"
+        )
+        nats_BT = nats_N.view_as(labels_BT)
+        return [-nats_T[labels_T != -100] for nats_T, labels_T in zip(nats_BT, labels_BT, strict=True)]
 
 
 @torch.no_grad()

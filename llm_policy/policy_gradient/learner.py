@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from llm_policy.environments.gym_env import GymEnvironment, seed_of
 from llm_policy.errors import InputError
-from llm_policy.hardware import cuda_random_states, restore_cuda_random_states
+from llm_policy.hardware import cuda_random_states, restore_cuda_random_states, this_device
 from llm_policy.interruption import RESUME
 from llm_policy.models import context_tokens, load_model, load_tokenizer
 from llm_policy.number_format import faster_format
@@ -151,12 +151,10 @@ def check_rollout(steps: int, batch_size: int, arguments: PolicyGradientArgument
 def make_reader(arguments: PolicyGradientArguments, environment: GymEnvironment, env: VecNormalize) -> StateReader:
     """The language model that `--actor` names. Weights that are trained are a LoRA adapter's in float32."""
     name, is_trained = arguments.model_name_or_path, arguments.actor == "lora"
-    on_gpu = torch.cuda.is_available()
-    dtype = arguments.dtype
+    device, dtype = this_device(), arguments.dtype
     if dtype == "auto":  # a run that is resumed or judged keeps its format: another one reads otherwise
         begun_with = run_settings(str(arguments.output_dir)).get("dtype")
-        dtype = begun_with or ("float32" if is_trained else faster_format(on_gpu)[0])
-    device = torch.device("cuda" if on_gpu else "cpu")
+        dtype = begun_with or ("float32" if is_trained else faster_format(device.type == "cuda")[0])
     tokenizer = load_tokenizer(name)
     # The attention kernels have no second derivative, which TRPO's Fisher products need
     attention = "eager" if is_trained and arguments.algorithm == "trpo" else None

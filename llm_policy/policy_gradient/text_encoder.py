@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn.functional import layer_norm, pad
+from torch.nn.functional import layer_norm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from llm_policy.errors import InputError
@@ -95,23 +95,21 @@ class TextEncoder:
         return torch.stack([found[text] for text in texts])
 
     def _encode(self, texts: Sequence[str]) -> torch.Tensor:
-        rows = self.tokenizer(list(texts))["input_ids"]
-        lengths = torch.tensor([len(row) for row in rows])
+        # Padded on the right: with causal attention no token of a text ever sees it
+        padded = self.tokenizer(
+            list(texts), padding=True, padding_side="right", pad_to_multiple_of=PADDED_TO, return_tensors="pt"
+        ).to(self.device)
+        ids_NT, mask_NT = padded["input_ids"], padded["attention_mask"]
+        lengths = mask_NT.sum(1)
         longest = int(lengths.max())
         if longest > self.positions:
             raise InputError(
                 f"a state is {longest} tokens of text, and the model reads {self.positions}: "
                 f"{texts[int(lengths.argmax())]!r:.80}; take another model or a smaller state"
             )
-        width = -(-longest // PADDED_TO) * PADDED_TO
-        fill = self.tokenizer.pad_token_id
-        # Padded on the right: with causal attention no token of a text ever sees it
-        ids_NT = torch.stack([pad(torch.tensor(row), (0, width - len(row)), value=fill) for row in rows])
-        mask_NT = (torch.arange(width) < lengths[:, None]).long()
-        ids_NT, mask_NT = ids_NT.to(self.device), mask_NT.to(self.device)
         hidden_NTE = self.decoder(input_ids=ids_NT, attention_mask=mask_NT, use_cache=False).last_hidden_state
         if self.pooling == "last":
-            pooled_NE = hidden_NTE[torch.arange(len(rows)), lengths - 1].float()
+            pooled_NE = hidden_NTE[torch.arange(len(texts)), lengths - 1].float()
         else:
             pooled_NE = (hidden_NTE.float() * mask_NT[:, :, None]).sum(1) / mask_NT.sum(1, keepdim=True)
         return layer_norm(pooled_NE, (self.size,))

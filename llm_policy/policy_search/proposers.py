@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from llm_policy.chat import Messages, fit_to_template, prompt_token_ids, sampling_config
 from llm_policy.environments.gym_env import seed_of
 from llm_policy.errors import InputError, check_choices
+from llm_policy.hardware import this_device
 from llm_policy.models import DTYPES, EMBEDDED_MODEL, context_tokens, load_model, load_tokenizer
 from llm_policy.policy_search.answer_log import CUT, read_log
 from llm_policy.policy_search.endpoint import EndpointProposer
@@ -131,8 +132,7 @@ def make_proposer(
             settings.endpoint_timeout_seconds,
         )
     tokenizer = load_tokenizer(settings.model_name_or_path)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model: Any = load_model(settings.model_name_or_path, dtype=settings.dtype, device=device)
+    model: Any = load_model(settings.model_name_or_path, dtype=settings.dtype, device=this_device())
     proposer = LocalProposer(
         model,
         tokenizer,
