@@ -29,9 +29,15 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 ATTENTION = "behind_prompts"
 USUAL = ("sdpa", "eager", "sdpa_or_flex")  # the last is that of llm_policy/grpo/tree_attention.py
 Mask = TypeVar("Mask")
+PLACES = 16  # own places are made so many at a time. Products read all of them: a cut-out would be copied for each
 TRIED = (  # architectures whose attention is nothing else (tests/test_sampling.py)
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "olmo2", "granite", "smollm3",
 )  # fmt: skip
+
+
+def places_for(written: int) -> int:
+    """Own places that a row has of which so many are written."""
+    return -(-written // PLACES) * PLACES
 
 
 class PromptCache(Cache):
@@ -41,13 +47,10 @@ class PromptCache(Cache):
         prompts: cache of all prompts, from a plain forward pass.
         visible_PL: False where a prompt is padded.
         positions_PL: of the prompts' tokens.
-        capacity: own places of a row to begin with; more are made when needed.
     """
 
-    def __init__(
-        self, prompts: DynamicCache, visible_PL: torch.Tensor, positions_PL: torch.Tensor, capacity: int
-    ) -> None:
-        super().__init__(layers=[OwnLayer(layer.keys, layer.values, capacity) for layer in prompts.layers])
+    def __init__(self, prompts: DynamicCache, visible_PL: torch.Tensor, positions_PL: torch.Tensor) -> None:
+        super().__init__(layers=[OwnLayer(layer.keys, layer.values) for layer in prompts.layers])
         prompts.layers.clear()  # they are kept here, and freed where no row needs them any more
         self.visible_PL, self.positions_PL = visible_PL, positions_PL
         self.prompt_C = torch.arange(len(visible_PL), device=visible_PL.device)  # each row's prompt, ascending
@@ -64,6 +67,9 @@ class PromptCache(Cache):
             visible_CNM = torch.cat([before_CM[:, None].expand(-1, ids_CN.size(1), -1), among_CNN], dim=2)
             self.positions_CK = torch.cat([self.positions_CK, positions_CN], dim=1)
             key_positions_CM = torch.cat([self.positions_PL[self.prompt_C], self.positions_CK], dim=1)
+            written = self.positions_CK.size(1)
+            unwritten = (0, places_for(written) - written)
+            visible_CNM, key_positions_CM = pad(visible_CNM, unwritten), pad(key_positions_CM, unwritten)
         else:
             visible_CNM, key_positions_CM = self.fixed.with_token(positions_CN)
         distance_CNM = positions_CN[:, :, None] - key_positions_CM[:, None]
@@ -103,10 +109,10 @@ class PromptCache(Cache):
 
         Prompts that no row continues are forgotten.
         """
-        last = self.positions_CK.size(1) - self.visible_CK.size(1)
-        kept_CN = torch.arange(last, device=kept_C.device) < kept_C[:, None]
+        kept_CN = torch.arange(int(kept_C.max()), device=kept_C.device) < kept_C[:, None]
         self.visible_CK = torch.cat([self.visible_CK[parents_C], kept_CN], dim=1)
-        self.positions_CK = self.positions_CK[parents_C]
+        written = self.visible_CK.size(1)  # what no row keeps is written over
+        self.positions_CK = self.positions_CK[parents_C, :written]
         rows = len(self.prompt_C)
         kept_P, self.prompt_C = self.prompt_C[parents_C].unique(return_inverse=True)
         is_fewer = len(kept_P) < len(self.visible_PL)
@@ -115,7 +121,7 @@ class PromptCache(Cache):
         # Asked once: on a GPU each question waits for all that is under way
         goes_on = len(parents_C) == rows and bool((parents_C.diff() == 1).all())
         for layer in self.layers:
-            layer.select(parents_C, kept_P if is_fewer else None, goes_on)
+            layer.select(parents_C, kept_P if is_fewer else None, goes_on, written)
         self._arrange()
 
     def _arrange(self) -> None:
@@ -163,12 +169,15 @@ class FixedPlaces:
 
 
 class OwnLayer(DynamicLayer):
-    """One layer: the prompts' keys and values, and a row's own, written in place into room for all of them."""
+    """One layer: the prompts' keys and values, and a row's own, written in place into room for more of them.
 
-    def __init__(self, prompt_keys_PHLD: torch.Tensor, prompt_values_PHLD: torch.Tensor, capacity: int) -> None:
+    What is not written yet is 0, because it is read, too, with weight 0.
+    """
+
+    def __init__(self, prompt_keys_PHLD: torch.Tensor, prompt_values_PHLD: torch.Tensor) -> None:
         super().__init__()
         self.prompt_keys_PHLD, self.prompt_values_PHLD = prompt_keys_PHLD, prompt_values_PHLD
-        self.length, self.capacity = 0, capacity  # of a row: places written, places there are
+        self.length = 0  # own places of a row that are written
         self.next_own: torch.Tensor | None = None  # once fixed: where the next token goes
         self.is_initialized = True
 
@@ -178,42 +187,35 @@ class OwnLayer(DynamicLayer):
             self.values.index_copy_(2, self.next_own, value_states)
             return self.keys, self.values
         before, self.length = self.length, self.length + key_states.size(2)
-        if self.keys is None or self.length > self.capacity:
-            self.capacity = max(self.capacity, 2 * self.length if before else self.length)
-            self.keys, self.values = (self._with_room(own, new, before) for own, new in (
-                (self.keys, key_states), (self.values, value_states)
-            ))  # fmt: skip
+        self._make_room(len(key_states), places_for(self.length))
         self.keys[:, :, before : self.length] = key_states
         self.values[:, :, before : self.length] = value_states
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+        return self.keys, self.values
 
-    def _with_room(self, own: torch.Tensor | None, like: torch.Tensor, written: int) -> torch.Tensor:
-        roomy = like.new_empty(*like.shape[:2], self.capacity, like.size(3))
-        if own is not None:
-            roomy[:, :, :written] = own[:, :, :written]
-        return roomy
+    def _make_room(self, rows: int, places: int) -> None:
+        """So many own places of each row, and no more, in one piece of memory."""
+        if self.keys is not None and self.keys.size(2) == places:
+            return
+        _, heads, _, size = self.prompt_keys_PHLD.shape
+        roomy = [self.prompt_keys_PHLD.new_zeros(rows, heads, places, size) for _ in range(2)]
+        if self.keys is not None:
+            kept = min(places, self.keys.size(2))
+            for own, whole in zip((self.keys, self.values), roomy, strict=True):
+                whole[:, :, :kept] = own[:, :, :kept]
+        self.keys, self.values = roomy
 
-    def select(self, parents_C: torch.Tensor, kept_P: torch.Tensor | None, goes_on: bool) -> None:
-        """`goes_on`: every row goes on by itself."""
+    def select(self, parents_C: torch.Tensor, kept_P: torch.Tensor | None, goes_on: bool, length: int) -> None:
+        """`goes_on`: every row goes on by itself. `length`: so many own places stay."""
+        self.length = length
         if kept_P is not None:
             self.prompt_keys_PHLD = self.prompt_keys_PHLD[kept_P]
             self.prompt_values_PHLD = self.prompt_values_PHLD[kept_P]
-        if goes_on or self.keys is None:  # which nothing was written to yet
-            return
-        self.keys, self.values = (
-            self._with_room(own[parents_C, :, : self.length], own[:1].expand(len(parents_C), -1, -1, -1), self.length)
-            for own in (self.keys, self.values)
-        )
+        if not goes_on and self.keys is not None:  # which nothing was written to yet
+            self.keys, self.values = self.keys[parents_C], self.values[parents_C]
 
-    def fix(self, capacity: int, rows: int, next_own: torch.Tensor) -> None:
-        """Room for all places, with zeros, because what is not visible is read, too, with weight 0."""
-        _, heads, _, size = self.prompt_keys_PHLD.shape
-        roomy = [self.prompt_keys_PHLD.new_zeros(rows, heads, capacity, size) for _ in range(2)]
-        if self.keys is not None:
-            for own, whole in zip((self.keys, self.values), roomy, strict=True):
-                whole[:, :, : self.length] = own[:, :, : self.length]
-        self.keys, self.values = roomy
-        self.capacity, self.next_own = capacity, next_own
+    def fix(self, places: int, rows: int, next_own: torch.Tensor) -> None:
+        self._make_room(rows, places)
+        self.next_own = next_own
 
     def get_seq_length(self) -> int:
         return self.length + self.prompt_keys_PHLD.size(2)
@@ -249,7 +251,9 @@ def attention_behind_prompts(
     scores = torch.cat(
         [of_prompts(query_CHQD, layer.prompt_keys_PHLD.transpose(2, 3)), query_CHQD @ key.transpose(2, 3)], dim=3
     )
-    scores = scores.reshape(rows, -1, count, scores.size(3)).masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    scores = scores.reshape(rows, -1, count, scores.size(3)).masked_fill_(
+        ~attention_mask, torch.finfo(scores.dtype).min
+    )
     weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype).view(rows, heads, -1, scores.size(3))
     places = layer.prompt_keys_PHLD.size(2)
     seen = of_prompts(weights[..., :places], layer.prompt_values_PHLD) + weights[..., places:] @ value

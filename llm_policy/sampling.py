@@ -195,7 +195,7 @@ def _sample_along(
     completions: list[list[int]] = [[] for _ in range(len(ids_PL) * group)]
     # One row for the completions of a prompt that are equal so far
     rows = [list(range(first, first + group)) for first in range(0, len(completions), group)]
-    cache = PromptCache(prompts, mask_PL[:, :-1].bool(), positions_PL[:, :-1], config.max_new_tokens)
+    cache = PromptCache(prompts, mask_PL[:, :-1].bool(), positions_PL[:, :-1])
     last_C, positions_C = ids_PL[:, -1], positions_PL[:, -1]
     while rows:
         most = LOGITS_PER_PASS // (len(rows) * vocabulary)
