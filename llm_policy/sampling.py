@@ -29,10 +29,10 @@ NOT_SAMPLING = {
 }  # fmt: skip
 LOGITS_PER_PASS = 2**28  # at most so many at the same time (0.5 GB in bfloat16)
 GUESSED_PER_PASS = 64  # tokens of a row: what stands behind a wrong guess, or a shorter row's end, is for nothing
-# Tokens of all rows of a pass, where guesses have failed: 16 a row took nearly four times as long as none while a model
-# was half taught (LOG.md)
+# Tokens of all rows of a pass, where guesses have failed, or twice as many as came true in the last pass: 16 a row took
+# nearly four times as long as none while a model was half taught (LOG.md)
 GUESSED_AGAIN = 16
-FOUND_AGAIN = (3, 2)  # tokens in a row that stand elsewhere, too; the longer beginning is looked for first
+FOUND_AGAIN = 2  # tokens in a row, at least, that stand elsewhere, too
 
 
 @torch.no_grad()
@@ -183,7 +183,7 @@ def _sample_along(
     A pass gives the distribution behind every token of a guess. A completion takes its samples from them as long as
     they are what was guessed; the first that is not ends its share of the pass, and is a sample like the others
     (speculative sampling, Leviathan et al. 2023, arXiv 2211.17192, with a guess in place of a draft model). Completions
-    that are equal so far share a row. Where there is nothing to guess (`_guessed_next`) this is decoding token by
+    that are equal so far share a row. Where there is nothing to guess (`_Drafts`) this is decoding token by
     token; on CUDA in fixed places from then on (`FixedDecoding`), which no guess interrupts again.
 
     Args:
@@ -197,12 +197,16 @@ def _sample_along(
     rows = [list(range(first, first + group)) for first in range(0, len(completions), group)]
     cache = PromptCache(prompts, mask_PL[:, :-1].bool(), positions_PL[:, :-1])
     last_C, positions_C = ids_PL[:, -1], positions_PL[:, -1]
+    guesses = list(map(tuple, guesses))
+    drafts = _Drafts(guesses)
+    came_true = 0  # guessed tokens of the last pass, of all rows together
     while rows:
+        again = min(GUESSED_PER_PASS, max(GUESSED_AGAIN, 2 * came_true) // len(rows))
         most = LOGITS_PER_PASS // (len(rows) * vocabulary)
         ahead = []
         for first, *_ in rows:
             done = completions[first]
-            guessed = _guessed_next(list(guesses[first // group]), done, GUESSED_AGAIN // len(rows))
+            guessed = drafts.next(guesses[first // group], done, again)
             ahead.append(guessed[: min(most, config.max_new_tokens - 1 - len(done))])
         longest = max(map(len, ahead))
         to_come = config.max_new_tokens - min(len(completions[first]) for first, *_ in rows)
@@ -223,6 +227,7 @@ def _sample_along(
             parents_C = torch.tensor([row for row, *_ in parted], device=ids_PL.device)
             positions_C = positions_C[parents_C] + advances_C
             cache.select(parents_C, advances_C)
+        came_true = sum(len(tokens) - 1 for _, *tokens in parted)
         rows = list(parted.values())
     return completions
 
@@ -249,32 +254,49 @@ def _decode_fixed(
         completions[i].extend(tokens)
 
 
-def _guessed_next(guess: list[int], completion: list[int], again: int) -> list[int]:
-    """What may come next; nothing where there is no guess: what is not known at all does not repeat itself enough.
+class _Drafts:
+    """What may come next in a completion: what follows its last tokens elsewhere, if they stand there, too.
 
-    A guess goes on as long as it came true, and where the last token alone was another: one word for another, maybe.
-    Later it goes on from where the last tokens stand in it, too, or else in what is written, if they do, `again` tokens
-    at a time (prompt lookup decoding, Saxena 2023).
+    Looked up are its own guess, the guesses of the others in the batch, and what it has written itself (prompt lookup
+    decoding, Saxena 2023). A thought that goes wrong is often another prompt's.
     """
-    done = len(completion)
-    if guess[: max(0, done - 1)] == completion[:-1]:
-        return guess[done : done + GUESSED_PER_PASS]
-    if not again or not guess:
-        return []
-    for length in FOUND_AGAIN:
-        last = completion[-length:]
-        for text in (guess, completion):
-            places = [i for i in range(length, len(text)) if text[i - length : i] == last]
-            if places:
-                place = min(places, key=lambda place: abs(place - done))
-                return text[place : place + again]
-    return []
+
+    def __init__(self, guesses: Sequence[TokenIds]) -> None:
+        self._places: dict[TokenIds, list[tuple[TokenIds, int]]] = {}  # the last tokens before each place
+        for guess in dict.fromkeys(map(tuple, guesses)):
+            for place in range(FOUND_AGAIN, len(guess)):
+                self._places.setdefault(guess[place - FOUND_AGAIN : place], []).append((guess, place))
+
+    def next(self, guess: TokenIds, completion: list[int], again: int) -> TokenIds:
+        """Nothing where there is no guess: what is not known at all does not repeat itself enough.
+
+        A guess goes on as long as it came true, and where the last token alone was another: one word for another,
+        maybe. Later it goes on, `again` tokens at a time, from where most of the last tokens stand.
+        """
+        done = len(completion)
+        if list(guess[: max(0, done - 1)]) == completion[:-1]:
+            return guess[done : done + GUESSED_PER_PASS]
+        if not again or not guess:
+            return ()
+        written, last = tuple(completion), tuple(completion[-FOUND_AGAIN:])
+        found = list(self._places.get(last, ()))
+        found += [(written, i) for i in range(FOUND_AGAIN, done) if written[i - FOUND_AGAIN : i] == last]
+        if not found:
+            return ()
+
+        def likeness(where: tuple[TokenIds, int]) -> tuple[int, bool, int]:
+            text, place = where
+            alike = next((i for i in range(min(place, done)) if text[place - 1 - i] != written[-1 - i]), place)
+            return alike, text == guess, -abs(place - done)
+
+        text, place = max(found, key=likeness)
+        return text[place : place + again]
 
 
 def _take_samples(
     logits_CNV: torch.Tensor,
     rows: list[list[int]],
-    ahead: list[list[int]],
+    ahead: list[TokenIds],
     completions: list[list[int]],
     noise_RT: torch.Tensor,
     config: GenerationConfig,
@@ -284,15 +306,20 @@ def _take_samples(
     Returns the completions that have not ended, by (row, *tokens added) in the order of the rows.
     """
     ends = end_tokens(config)
+    is_plain = not config.do_sample and not config.min_new_tokens
+    best = logits_CNV.argmax(2).tolist() if is_plain else None  # in one go
     parted: dict[tuple[int, ...], list[int]] = {}
     going = [(row, completion) for row, of_row in enumerate(rows) for completion in of_row]
     for t in range(logits_CNV.size(1)):
-        row_W, completion_W, place_W = torch.tensor([(r, c, len(completions[c])) for r, c in going]).unbind(1)
-        logits_WV = logits_CNV[row_W, t]
-        is_early_W = place_W < (config.min_new_tokens or 0)
-        if is_early_W.any():
-            logits_WV[is_early_W.nonzero(), sorted(ends)] = -torch.inf
-        sampled = pick(logits_WV, noise_RT[completion_W, place_W] if config.do_sample else None, config).tolist()
+        if best:
+            sampled = [best[row][t] for row, _ in going]
+        else:
+            row_W, completion_W, place_W = torch.tensor([(r, c, len(completions[c])) for r, c in going]).unbind(1)
+            logits_WV = logits_CNV[row_W, t]
+            is_early_W = place_W < (config.min_new_tokens or 0)
+            if is_early_W.any():
+                logits_WV[is_early_W.nonzero(), sorted(ends)] = -torch.inf
+            sampled = pick(logits_WV, noise_RT[completion_W, place_W] if config.do_sample else None, config).tolist()
         as_guessed = []
         for (row, completion), token in zip(going, sampled, strict=True):
             tokens = completions[completion]

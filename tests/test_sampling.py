@@ -1,6 +1,5 @@
 import copy
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
@@ -446,30 +445,33 @@ def test_right_guesses_take_one_pass_and_bad_ones_hardly_more_than_none(monkeypa
     assert shapes == [(4, 8), (4, 4)]
 
 
-def test_a_guess_is_taken_up_again_where_it_says_the_same(monkeypatch):
-    monkeypatch.setattr(sampling, "FOUND_AGAIN", (2,))
-    guess = [1, 2, 3, 4, 5, 6, 7, 8]
-    next_of = partial(sampling._guessed_next, again=8)
+def test_a_guess_is_taken_up_again_where_it_says_the_same():
+    guess = (1, 2, 3, 4, 5, 6, 7, 8)
+
+    def next_of(guess, completion, others=(), again=8):
+        return sampling._Drafts([guess, *others]).next(guess, completion, again)
+
     assert next_of(guess, []) == guess
     assert next_of(guess, [1, 2]) == guess[2:]
     assert next_of(guess, [1, 9]) == guess[2:], "one word for another"
-    assert next_of(guess, [1, 9, 9]) == [], "bad guesses cost no more than none"
+    assert next_of(guess, [1, 9, 9]) == (), "bad guesses cost no more than none"
     assert next_of(guess, [9, 9, 2, 3]) == guess[3:], "two words too many"
-    assert next_of([1, 2, 5, 1, 2, 6, 1, 2, 7], [9, 9, 9, 1, 2]) == [6, 1, 2, 7], "the nearest place"
-    assert next_of(guess, [*guess, 9, 9]) == []
-    assert next_of(guess, [9, 9, 10, 11, 9, 12, 9, 10]) == [11, 9, 12, 9, 10], "what is written says it"
-    assert next_of(guess, [9, 2, 3, 11, 9, 2, 3]) == guess[3:], "the guess comes before it"
-    assert next_of([], [9, 2, 3, 11, 9, 2, 3]) == [], "who has no guess is given none"
-    monkeypatch.setattr(sampling, "FOUND_AGAIN", (3, 2))
-    assert next_of([1, 2, 5, 4, 1, 2, 6], [9, 9, 4, 1, 2]) == [6], "more tokens that are the same"
-    assert next_of(guess, [9, 9, 2, 3]) == guess[3:]
-    assert sampling._guessed_next(guess, [9, 9, 2, 3], again=2) == [4, 5]
-    assert sampling._guessed_next(guess, [9, 9, 2, 3], again=0) == []
+    assert next_of((1, 2, 5, 1, 2, 6, 1, 2, 7), [9, 9, 9, 1, 2]) == (6, 1, 2, 7), "the nearest place"
+    assert next_of((1, 2, 5, 4, 1, 2, 6), [9, 9, 4, 1, 2]) == (6,), "more tokens that are the same"
+    assert next_of(guess, [*guess, 9, 9]) == ()
+    assert next_of(guess, [9, 9, 10, 11, 9, 12, 9, 10]) == (11, 9, 12, 9, 10), "what is written says it"
+    assert next_of(guess, [9, 2, 3, 11, 2, 3]) == guess[3:], "the guess comes before it"
+    assert next_of(guess, [9, 2, 3, 11, 9, 2, 3]) == (11, 9, 2, 3), "but more tokens before that"
+    other = (1, 2, 3, 9, 5, 6, 10, 11)
+    assert next_of(guess, [1, 2, 3, 9, 5, 6], [other]) == (10, 11), "another's guess has more of them"
+    assert next_of(guess, [9, 9, 2, 3], [other]) == guess[3:], "or else the guess comes first"
+    assert next_of((), [9, 2, 3, 11, 9, 2, 3], [other]) == (), "who has no guess is given none"
+    assert next_of(guess, [9, 9, 2, 3], again=2) == (4, 5)
+    assert next_of(guess, [9, 9, 2, 3], again=0) == ()
 
 
 @pytest.mark.parametrize(("rows", "then"), [(1, [(1, 4)]), (4, [(4, 2), (4, 2)])])
 def test_the_rows_of_a_pass_share_what_is_guessed_again(rows, then, monkeypatch):
-    monkeypatch.setattr(sampling, "FOUND_AGAIN", (2,))
     monkeypatch.setattr(sampling, "GUESSED_AGAIN", 4)
     model, config = random_policy("llama"), generation(**GREEDY)
     alone = generated_alone(model, PROMPTS[0], config)
@@ -478,6 +480,17 @@ def test_the_rows_of_a_pass_share_what_is_guessed_again(rows, then, monkeypatch)
     guesses = [[*others, *alone[2:]]] * rows
     assert sample_completions(model, PROMPTS[:1] * rows, config, guesses=guesses) == [alone] * rows
     assert shapes == [(rows, 8), (rows, 7), (rows, 1), (rows, 1), *then]
+
+
+def test_where_guesses_come_true_again_more_is_guessed(monkeypatch):
+    monkeypatch.setattr(sampling, "GUESSED_AGAIN", 4)
+    model, config = random_policy("llama"), generation(**GREEDY, max_new_tokens=24)
+    alone = generated_alone(model, PROMPTS[0], config)
+    others = [token for token in range(3, model.config.vocab_size) if token not in alone][:2]
+    shapes = model_passes(model)
+    guesses = [[*others, *alone[2:]]] * 4
+    assert sample_completions(model, PROMPTS[:1] * 4, config, guesses=guesses) == [alone] * 4
+    assert shapes[4:] == [(4, 2), (4, 3), (4, 5), (4, 9), (4, 1)]
 
 
 def test_a_right_guess_goes_on_beside_a_wrong_one():
