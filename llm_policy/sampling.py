@@ -286,7 +286,8 @@ class _Drafts:
 
         def likeness(where: tuple[TokenIds, int]) -> tuple[int, bool, int]:
             text, place = where
-            alike = next((i for i in range(min(place, done)) if text[place - 1 - i] != written[-1 - i]), place)
+            most = min(place, done)
+            alike = next((i for i in range(most) if text[place - 1 - i] != written[-1 - i]), most)
             return alike, text == guess, -abs(place - done)
 
         text, place = max(found, key=likeness)
