@@ -171,7 +171,7 @@ class FixedPlaces:
 class OwnLayer(DynamicLayer):
     """One layer: the prompts' keys and values, and a row's own, written in place into room for more of them.
 
-    What is not written yet is 0, because it is read, too, with weight 0.
+    What is not written yet, 0 or left by a wrong guess, is read, too, with weight 0: it has to be a number.
     """
 
     def __init__(self, prompt_keys_PHLD: torch.Tensor, prompt_values_PHLD: torch.Tensor) -> None:
@@ -214,6 +214,7 @@ class OwnLayer(DynamicLayer):
             self.keys, self.values = self.keys[parents_C], self.values[parents_C]
 
     def fix(self, places: int, rows: int, next_own: torch.Tensor) -> None:
+        """Room for all places that will be written."""
         self._make_room(rows, places)
         self.next_own = next_own
 
