@@ -30,6 +30,7 @@ ATTENTION = "behind_prompts"
 USUAL = ("sdpa", "eager", "sdpa_or_flex")  # the last is that of llm_policy/grpo/tree_attention.py
 Mask = TypeVar("Mask")
 PLACES = 16  # own places are made so many at a time. Products read all of them: a cut-out would be copied for each
+SCORES_AT_ONCE = 2**20  # on a CPU, as many as its caches hold with what is computed of them
 TRIED = (  # architectures whose attention is nothing else (tests/test_sampling.py)
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "phi3", "olmo2", "granite", "smollm3",
 )  # fmt: skip
@@ -249,15 +250,21 @@ def attention_behind_prompts(
         product = block_PHGQX.flatten(2, 3) @ prompts_PHXY
         return behind.as_rows(product.unflatten(2, block_PHGQX.shape[2:4]).transpose(1, 2))
 
-    scores = torch.cat(
-        [of_prompts(query_CHQD, layer.prompt_keys_PHLD.transpose(2, 3)), query_CHQD @ key.transpose(2, 3)], dim=3
-    )
-    scores = scores.reshape(rows, -1, count, scores.size(3)).masked_fill_(
-        ~attention_mask, torch.finfo(scores.dtype).min
-    )
-    weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype).view(rows, heads, -1, scores.size(3))
-    places = layer.prompt_keys_PHLD.size(2)
-    seen = of_prompts(weights[..., :places], layer.prompt_values_PHLD) + weights[..., places:] @ value
+    scores_CHQL = of_prompts(query_CHQD, layer.prompt_keys_PHLD.transpose(2, 3))
+    places = scores_CHQL.size(3)
+    of_row = query.size(1) * count * (places + key.size(2))
+    at_once = rows if query.is_cuda else max(1, SCORES_AT_ONCE // of_row)
+    own = []
+    for first in range(0, rows, at_once):
+        some = slice(first, first + at_once)
+        scores = torch.cat([scores_CHQL[some], query_CHQD[some] @ key[some].transpose(2, 3)], dim=3)
+        scores = scores.reshape(len(scores), -1, count, scores.size(3)).masked_fill_(
+            ~attention_mask[some], torch.finfo(scores.dtype).min
+        )
+        weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype).view(len(scores), heads, -1, scores.size(3))
+        scores_CHQL[some] = weights[..., :places]
+        own.append(weights[..., places:] @ value[some])
+    seen = of_prompts(scores_CHQL, layer.prompt_values_PHLD) + torch.cat(own)
     return seen.reshape(rows, -1, count, seen.size(3)).transpose(1, 2).contiguous(), None
 
 

@@ -416,6 +416,17 @@ def test_greedy_is_greedy_whatever_is_guessed(architecture, kind):
     assert found == [c for c in alone for _ in range(GROUP)]
 
 
+@pytest.mark.parametrize("at_once", [1, 2**12])
+def test_a_pass_looks_at_a_few_rows_at_a_time(at_once, monkeypatch):
+    model, config = random_policy("gemma3"), generation(**GREEDY)
+    alone = [generated_alone(model, prompt, config) for prompt in PROMPTS]
+    monkeypatch.setattr(prompt_cache, "SCORES_AT_ONCE", at_once)
+    guesses = [guess_of("half", completion) for completion in alone]
+    assert sample_completions(model, PROMPTS, config, GROUP, guesses=guesses) == [
+        c for c in alone for _ in range(GROUP)
+    ]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_guessed_has_no_part_in_what_is_sampled(kind):
     model, config = random_policy("llama"), generation()
