@@ -120,7 +120,7 @@ def shared_settings(runs: dict[str, dict], arguments: EvaluationArguments) -> di
             raise InputError(f"--policies {others[0]}: --task {arguments.task} judges language models; leave it out")
         return {}
     known = {name: settings for name, settings in runs.items() if settings}
-    shared: dict = {}
+    shared: dict = {"task": arguments.task} if arguments.task and known else {}
     for name, settings in known.items():
         if arguments.task not in (None, task_of(settings)):
             raise InputError(

@@ -25,6 +25,7 @@ from llm_policy.chat import Reader
 from llm_policy.checkpoints import checkpoint_to_resume_from, keep_newest, show_finished
 from llm_policy.command_line import parse_arguments
 from llm_policy.errors import InputError, check_alone, check_choices, disk_errors, run_script
+from llm_policy.grpo import arguments as rules
 from llm_policy.grpo import lifecycle, stages
 from llm_policy.grpo.arguments import WarmStartArguments
 from llm_policy.hardware import device_text, take_granted_threads, this_device
@@ -38,8 +39,7 @@ from tasks import Task, task_module
 CONFIG = run_files.ROOT / "configs" / "drawing_hindsight.yaml"
 TASK = "drawing"
 STOP_CONDITIONS = ("best", "never")
-SHOWN_OTHERWISE = {"output_dir", "resume_from_checkpoint"}  # options that may differ when a run is called again
-LENGTH = {"epochs", "stop_when"}  # and these, as long as it has not ended
+LENGTH = {"epochs", *rules.LENGTH}  # options that may differ as long as a run has not ended
 
 
 @dataclass
@@ -103,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     adapters.check_model_options(options.model)
     has_ended = script.resume_from_checkpoint is not None and (folder / run_files.EVALUATION_FILE).exists()
     if script.resume_from_checkpoint:
-        run_files.check_same_run(folder, options.groups, SHOWN_OTHERWISE if has_ended else SHOWN_OTHERWISE | LENGTH)
+        may_differ = rules.SHOWN_OTHERWISE if has_ended else (*rules.SHOWN_OTHERWISE, *LENGTH)
+        run_files.check_same_run(folder, options.groups, may_differ)
     run_files.check_output_dir(folder, resumes=script.resume_from_checkpoint is not None)
     if has_ended:
         show_finished(folder)

@@ -30,7 +30,7 @@ from trl import GRPOConfig, ModelConfig
 from llm_policy import adapters, processes, run_files
 from llm_policy.chat import Reader, reply_token_ids
 from llm_policy.checkpoints import COMPLETE_MARK, checkpoint_to_resume_from, show_finished, supersede
-from llm_policy.command_line import asks_for_help, parse_arguments, read_option
+from llm_policy.command_line import asks_for_help, parse_arguments, read_option, take_config
 from llm_policy.errors import EXIT_INPUT_ERROR, OPTION_ERRORS, InputError, disk_errors, library_errors, run_script
 from llm_policy.grpo import arguments as rules
 from llm_policy.grpo import lifecycle, stages
@@ -88,7 +88,8 @@ def read_options(argv: Sequence[str] | None) -> Options:
     if not hasattr(module := task_module(task), "make_task"):
         raise InputError(f"--task {task}: is judged and not trained; `python evaluate_policy.py --task {task}` judges")
     config = default_config(task)
-    if config is None and not asks_for_help(argv) and not read_option(argv, "model_name_or_path", ""):
+    is_configured = take_config(argv, config)[1] or read_option(argv, "model_name_or_path", "")
+    if not is_configured and not asks_for_help(argv):
         raise InputError(f"--task {task}: has no configs/{task}.yaml; name a configuration with --config")
     groups = (rules.ScriptArguments, module.Arguments, GRPOConfig, ModelConfig)
     chosen, note = number_format(argv, config)

@@ -48,7 +48,7 @@ SCRIPTS = {
     "train_script.py": (["--resume_from_checkpoint", "auto"], "configs/laptop.yaml"),
     "search_policy.py": ([], None),
     "train_policy_gradient.py": (["--resume_from_checkpoint", "auto"], None),
-    "train_hindsight.py": (["--resume_from_checkpoint", "auto"], "configs/drawing_hindsight.yaml"),
+    "train_hindsight.py": (["--resume_from_checkpoint", "auto"], None),
 }
 GREEDY_ALIKE = ("train_script.py", "train_hindsight.py")  # before training, whatever the seed
 PLAIN_WORD = re.compile(r"[A-Za-z0-9_-]{1,100}")
@@ -127,7 +127,7 @@ def read_command(argv: Sequence[str]) -> Command:
     try:
         (arguments,), _ = parse_arguments(
             own, (ResultArguments,), description=__doc__, exit_codes=CODES,
-            config_help="YAML file for the script. Default of train_script.py: configs/laptop.yaml.",
+            config_help="YAML file for the script. Default of train_script.py on a lake: configs/laptop.yaml.",
         )  # fmt: skip
     except InputError as error:
         raise InputError(f"{error}; options of the script go behind --") from error
@@ -280,6 +280,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     is_new = not (target / "command.txt").exists()
     (target / "command.txt").write_text(f"{whole_command}\n")
     options, config = SCRIPTS[arguments.script]
+    if config and read_option(command.flags, "task", "frozen_lake") != "frozen_lake":
+        config = None  # the task has its own
     config = command.config or config
     flags = [*options, *(["--config", config] if config else []), *command.flags]
 
@@ -304,8 +306,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "trained again; name the new seeds alone to add them",
                 file=sys.stderr,
             )
-        untrained = runs / f"seed-{whole_command.arguments.seeds[0]}" / "untrained.json"
-        if arguments.share_untrained and untrained.exists() and not (run / untrained.name).exists():
+        files = [runs / f"seed-{other}" / "untrained.json" for other in whole_command.arguments.seeds]
+        untrained = next((file for file in files if file.exists()), None)
+        if arguments.share_untrained and untrained and not (run / untrained.name).exists():
             make_folder(run)
             shutil.copy(untrained, run)
         output = ["--seed", str(seed), "--output_dir", str(run.relative_to(ROOT))]

@@ -122,9 +122,8 @@ def make_task(arguments: Arguments, training: GRPOConfig, tokenizer: PreTrainedT
     shortest = {"shortest path": [shortest_path_policy(lake.grid) for lake in lakes]} if arguments.test_maps else {}
     settings = settings_of(lakes, arguments.observation, arguments.thought)
     judge = TableJudge(lakes, words, reader, settings, arguments.episodes, training.seed, named_policies=shortest)
-    unseen = lakes if arguments.test_maps else ()
     thoughts_count = arguments.thought != "place"
-    return table_task(arguments, training, tokenizer, words, expert, source, judge, unseen, thoughts_count)
+    return table_task(arguments, training, tokenizer, words, expert, source, judge, thoughts_count)
 
 
 def make_judge(settings: Mapping, reader: Reader, episodes: int, seed: int) -> TableJudge:

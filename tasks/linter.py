@@ -19,7 +19,6 @@ from llm_policy.chat import Messages, check_prompt, prompt_token_ids, reply_toke
 from llm_policy.environments.frozen_lake import ACTIONS, FrozenLake, parse_state_text
 from llm_policy.environments.mdp import OPTIMAL_TOLERANCE, optimal_actions
 from llm_policy.environments.policy_table import best_actions
-from llm_policy.environments.table_environment import TableEnvironment
 from llm_policy.errors import InputError
 from rewards import RewardShaping
 
@@ -56,7 +55,6 @@ def lint(
     shaping: RewardShaping,
     context_tokens: int,
     max_completion_tokens: int,
-    unseen: Sequence[TableEnvironment] = (),
     replies: Sequence[str] = (),
 ) -> list[Finding]:
     """All findings, errors first.
@@ -66,7 +64,6 @@ def lint(
         prompts: chat messages of each row, as the model will be given them.
         shaping: the reward in use.
         context_tokens: what the model can read; prompt and completion together must not be longer.
-        unseen: environments that training must not show.
         replies: what the warm start teaches.
     """
     lake = expert["environment"].iloc[0] if isinstance(expert["environment"].iloc[0], FrozenLake) else None
@@ -78,7 +75,6 @@ def lint(
         *(_unsaid_dynamics(prompts, lake.is_slippery) if lake else ()),
         *(_lake_dynamics(expert, lake.is_slippery) if lake else _dynamics(expert)),
         *_states_without_rows(expert),
-        *_overlap(expert, unseen),
         *_weak_rewards(expert, shaping),
     ]
     return sorted(findings, key=lambda finding: not finding.is_error)
@@ -285,18 +281,6 @@ def _states_without_rows(expert: pd.DataFrame) -> list[Finding]:
         "there; expert_q writes all with --rows states"
     )
     return [Finding("states without rows", message)]
-
-
-def _overlap(expert: pd.DataFrame, unseen: Sequence[TableEnvironment]) -> list[Finding]:
-    seen = set(expert["environment"])
-    both = [environment for environment in unseen if environment in seen]
-    if not both:
-        return []
-    message = (
-        f"{len(both)} of {len(unseen)}, first {both[0]}: their score says nothing about new maps; "
-        "take their rows out of the CSV"
-    )
-    return [Finding("test maps are training maps", message, is_error=True)]
 
 
 def _weak_rewards(expert: pd.DataFrame, shaping: RewardShaping) -> list[Finding]:

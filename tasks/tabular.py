@@ -347,7 +347,6 @@ def table_task(
     expert: pd.DataFrame,
     source: str,
     judge: TableJudge,
-    unseen: Sequence[TableEnvironment] = (),
     thoughts_count: bool = False,
 ) -> Task:
     """A task from the expert's table.
@@ -356,7 +355,6 @@ def table_task(
         expert: from `read_expert_csv`, one row per state to train on.
         source: where it is from, for the linter's lines.
         judge: of the maps of the last table.
-        unseen: maps that training must not show.
         thoughts_count: the warm start goes on until the thoughts are true, and not only well-formed.
     """
     actions = expert["environment"].iloc[0].actions
@@ -391,9 +389,7 @@ def table_task(
 
     def findings(context_tokens: int) -> list[Finding]:
         replies = [words.reply(*state, longest_name) for state in states]
-        found = lint(
-            expert, prompts, tokenizer, shaping, context_tokens, training.max_completion_length, unseen, replies
-        )
+        found = lint(expert, prompts, tokenizer, shaping, context_tokens, training.max_completion_length, replies)
         return [replace(finding, source=source) for finding in found]
 
     return Task(

@@ -184,6 +184,15 @@ def test_a_run_of_another_task_is_judged_on_that(tmp_path, capsys):
         main(["--policies", str(folder), str(lake), *arguments])
 
 
+def test_to_name_the_task_of_a_run_changes_nothing():
+    runs = {"runs/lines": {"task": "drawing", "target": "9-vertical-lines", "wanted": "lines"}}
+    found = [
+        evaluate_policy.shared_settings(runs, evaluate_policy.EvaluationArguments(policies=list(runs), task=task))
+        for task in (None, "drawing")
+    ]
+    assert found[0] == found[1] == runs["runs/lines"]
+
+
 BAD_INPUT = [
     # arguments, what the line names ({tmp}: an empty folder with file.txt, model/ and run/run.json in it)
     ([], "--policies"),

@@ -185,15 +185,6 @@ def test_learned_q_values_are_rough_at_most(tokenizers, tmp_path):
     assert rules_of(tokenizers["llama"], noisy)["rough Q-values"] is False
 
 
-def test_test_maps_among_the_training_maps(tokenizers):
-    unseen = [FrozenLake(grid) for grid in random_grids(3, seed=3)]
-    unseen[1:1] = [FrozenLake(GRID)]
-    [finding] = findings_of(tokenizers["llama"], unseen=unseen[:3])
-    assert finding.rule == "test maps are training maps"
-    assert finding.is_error
-    assert finding.message.startswith("1 of 3, first SFFF|FHFH|FFFH|HFFG")
-
-
 def test_flat_rows(tokenizers):
     table = table_of()
     table.at[4, "q_values"] = [0.5, 0.5001, 0.5, 0.4999]

@@ -6,6 +6,7 @@ import pytest
 from test_completions import reply
 
 from llm_policy.errors import InputError
+from llm_policy.grpo.stages import kept_answers
 from llm_policy.statistics import mcnemar_p, wilson_interval
 from tasks.questions.data import Question
 from tasks.questions.judge import QuestionJudge, changes
@@ -52,6 +53,19 @@ def test_a_histogram_of_letters():
     assert found.verdict.startswith("2 of 4 held-out questions are right (50%, 95 % interval 15% to 85%)")
     assert not found.is_optimal
     assert judge(CHOICE).judgement(said("A", "C", "C", "B")).is_optimal
+
+
+def test_kept_answers_to_other_questions_are_not_taken(tmp_path, monkeypatch):
+    """results/run.py --share_untrained hands them over, and another seed may hold out others, as many."""
+    file = tmp_path / "untrained.json"
+    one = QuestionJudge(FREE, WORDS, None, {"held_out": "one"})
+    other = QuestionJudge(FREE[::-1], WORDS, None, {"held_out": "other"})
+    answers = {"one": said("piano", "map", "map"), "other": said("map", "map", "piano")}
+    monkeypatch.setattr(QuestionJudge, "answers", lambda judge, _model: answers[judge.settings["held_out"]])
+    assert kept_answers("untrained", None, one, file) == said("piano", "map", "map")
+    assert kept_answers("untrained", None, other, file) == said("map", "map", "piano")
+    monkeypatch.setattr(QuestionJudge, "answers", None)  # kept
+    assert kept_answers("untrained", None, other, file) == said("map", "map", "piano")
 
 
 def test_one_answer_to_everything_is_said():

@@ -222,6 +222,9 @@ def test_the_command_says_all_that_was_asked_for(started, tmp_path):
     results_run.main([*options, "--seeds", "3"])
     judged = [(tmp_path / f"runs/maps/seed-{seed}/untrained.json").read_text() for seed in (2, 3)]
     assert judged == ["judged by seed-1"] * 2
+    (tmp_path / "runs/maps/seed-1/untrained.json").unlink()  # made elsewhere
+    results_run.main([*options, "--seeds", "4"])
+    assert (tmp_path / "runs/maps/seed-4/untrained.json").read_text() == "judged by seed-1"
 
 
 def test_untrained_policies_that_depend_on_the_seed_are_not_shared():
@@ -295,6 +298,11 @@ def test_a_run_resumes_in_its_scripts_configuration_with_its_own_expert(started)
         "--seed": "4", "--output_dir": "runs/kl/seed-4", "--resume_from_checkpoint": "auto",
         "--config": "configs/laptop.yaml", "--expert_csv": "runs/kl/expert.csv",
     }  # fmt: skip
+
+
+def test_another_task_has_its_own_configuration(started):
+    results_run.main(["--study", "other_games", "--name", "cliff", "--seeds", "4", "--", "--task", "cliff_walking"])
+    assert "--config" not in started[0]
 
 
 def test_minutes_of_all_parts_add_up_and_a_finished_run_takes_no_more(started, tmp_path, monkeypatch):

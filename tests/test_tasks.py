@@ -107,6 +107,14 @@ def test_a_task_without_a_configuration_asks_for_one(arithmetic):
         train_script.main([*arithmetic])
 
 
+def test_without_a_configuration_of_the_task_the_named_one_counts(arithmetic, tmp_path):
+    with pytest.raises(InputError, match=r"typo\.yaml: no such file"):
+        train_script.main([*arithmetic, "--config", "typo.yaml"])
+    (tmp_path / "mine.yaml").write_text("use_peft: true\nuse_cpu: true\n")
+    with pytest.raises(InputError, match="--model_name_or_path"):
+        train_script.main([*arithmetic, "--config", str(tmp_path / "mine.yaml")])
+
+
 def test_a_warm_start_needs_replies_to_teach(arithmetic, answering_llama, tmp_path, monkeypatch):
     make_task = arithmetic_task.make_task
 

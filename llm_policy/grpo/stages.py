@@ -146,20 +146,24 @@ def kept_answers(which: str, model: PreTrainedModel, judge, file: Path) -> dict:
         judge: a task's (`tasks.Judge`).
     """
 
+    asked = run_files.checksum(judge.settings)
+
     def kept() -> dict | None:
         try:
-            answers = json.loads(read_text(file))
-            judge.judgement(answers)
+            content = json.loads(read_text(file))
+            if content["judge"] != asked:  # handed over by a run that was judged on other questions
+                return None
+            judge.judgement(content["answers"])
         except (FileNotFoundError, InputError, *OPTION_ERRORS):  # cut, or an older version's
             return None
-        return answers
+        return content["answers"]
 
     answers = processes.from_main(kept)
     if answers is None:
         print(f"judging the {which} model", flush=True)
         answers = judge.answers(model)
         if processes.is_main():
-            run_files.write_whole(file, json.dumps(answers))
+            run_files.write_whole(file, json.dumps({"judge": asked, "answers": answers}))
     return answers
 
 

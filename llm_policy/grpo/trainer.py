@@ -51,7 +51,7 @@ class PolicyTrainer(GRPOTrainer):
     1. Sampling: the prompt is computed and kept once per group (llm_policy/prompt_cache.py), guessed completions are
        scored many tokens at a time (`guesses`, llm_policy/sampling.py), and the adapter is merged into a copy of the
        weights, so that decoding runs plain matrices (`merged_sampling`; through the adapter where a GPU has no room for
-       the copy). With vLLM or continuous batching TRL's own path is used.
+       the copy). TRL's own path is used with vLLM, continuous batching, or `packed=False`.
     2. Training pass: a prompt and its group are one tree of tokens, and trees share a row; or completions have rows
        of their own behind their prompt, whichever is cheaper (llm_policy/grpo/packing.py). Completions whose
        advantage is zero skip the pass, or what follows their answer, where nothing else in the loss needs them. On a
@@ -429,8 +429,6 @@ class PolicyTrainer(GRPOTrainer):
 
         Give several prompts: what they share is then computed apart from them, as in training.
         """
-        if not self.packed:
-            return 0.0
         device = self.accelerator.device
         length = max(map(len, completions))
         prompt_length = max(map(len, prompts))

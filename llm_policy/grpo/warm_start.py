@@ -58,15 +58,14 @@ def warm_started(
         made_from: checksum of model, lessons and settings; what was made from others is refused.
     """
     if processes.from_main((folder / COMPLETE_MARK).exists):
+        other = "--warm_start_folder" if script.warm_start_folder and not has_begun else "--output_dir"
         if wrong := processes.from_main(lambda: damage(folder)):
-            other = "--warm_start_folder" if script.warm_start_folder else "--output_dir"
             raise InputError(f"{wrong}, and the run stands on it; choose another {other}, or delete {folder.parent}")
         processes.wait_for_files(folder)
         report = json.loads((folder / REPORT_FILE).read_text())
         if report.get("made_from", made_from) != made_from:
             raise InputError(
-                f"--warm_start_folder {folder.parent}: {folder.name} was made with another model, other lessons or "
-                "settings; name another folder"
+                f"{folder}: was made with another model, other lessons or settings; choose another {other}"
             )
         print(f"warm start: taken from {folder}", flush=True)
         return adapters.stood_on(model, folder), report

@@ -186,7 +186,7 @@ def read_questions(
         except InputError as error:
             problem = str(error)
         else:
-            key = (" ".join(question.text.casefold().split()), frozenset(question.options))
+            key = (asked(question.text), frozenset(question.options))
             first = found.setdefault(key, question)
             if normalised(first.in_words) != normalised(question.in_words):
                 one, other = first.in_words, question.in_words

@@ -84,7 +84,7 @@ class QuestionTask:
         if settings.get("held_out", known["held_out"]) != known["held_out"]:
             raise InputError(
                 f"--dataset {arguments.dataset}: has other questions than when the run was judged; put the old file "
-                "back, or judge with --task alone"
+                "back, or name questions with --test_dataset"
             )
         return QuestionJudge(judged, self.words, reader, known, seed)
 
