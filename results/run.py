@@ -50,7 +50,7 @@ SCRIPTS = {
     "train_policy_gradient.py": (["--resume_from_checkpoint", "auto"], None),
     "train_hindsight.py": (["--resume_from_checkpoint", "auto"], None),
 }
-GREEDY_ALIKE = ("train_script.py", "train_hindsight.py")  # before training, whatever the seed
+GREEDY_ALIKE = ("train_script.py", "train_hindsight.py")  # before training, where all seeds are asked the same
 PLAIN_WORD = re.compile(r"[A-Za-z0-9_-]{1,100}")
 # What this script gives to the other one, or what would leave no result: option -> what to do instead
 TAKEN = {
@@ -86,6 +86,7 @@ class ResultArguments:
         default=False,
         metadata={
             "help": "Judge the untrained model in the first seed only, because no seed changes its greedy answers. "
+            "A seed that is asked something else (riddles without --split_seed) judges it itself. "
             "The minutes of the other seeds then lack this part."
         },
     )

@@ -337,7 +337,8 @@ def test_a_run_that_was_solved_and_then_killed_is_only_judged(answering_llama, t
         patch.setattr(train_hindsight.stages, "judged_again", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             train_hindsight.main(argv)
-    assert train_hindsight.main([*argv, "--resume_from_checkpoint", "auto"]) == 0
+    shorter = ("--samples_per_state", "1")  # of the last table alone, so it may differ
+    assert train_hindsight.main([*argv, *shorter, "--resume_from_checkpoint", "auto"]) == 0
     assert [line["drawing/best"] for line in metrics_of(tmp_path / "run")] == [0.0, 1.0]
 
 
