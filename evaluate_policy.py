@@ -24,13 +24,12 @@ from types import ModuleType
 
 from transformers import set_seed
 
-from llm_policy.adapters import quantization_of
+from llm_policy.adapters import check_whole, quantization_of
 from llm_policy.chat import Reader, check_prompt
 from llm_policy.checkpoints import check_finished
 from llm_policy.command_line import parse_arguments
 from llm_policy.environments.judge import BASELINES, THOUGHTS_FILE, is_baseline
 from llm_policy.errors import InputError, check_alone, packages_of, run_script
-from llm_policy.grpo.stages import WARM_START_FOLDER
 from llm_policy.hardware import take_granted_threads, this_device
 from llm_policy.interruption import RESUME
 from llm_policy.models import context_tokens, load_model, load_tokenizer
@@ -200,11 +199,8 @@ def model_answers(name: str, settings: dict, arguments: EvaluationArguments, sha
             )
         print(f"judging {name}", flush=True)
         return policy_gradient_judge().run_answers(Path(name), is_sampled=arguments.samples_per_state > 0)
-    folder = Path(name).resolve().parent
-    is_run = (Path(name) / CONFIG_FILE).exists()
-    if not is_run and ((folder / WARM_START_FOLDER).is_dir() or run_settings(folder).get("on_adapter")):
-        raise InputError(f"--policies {name}: trained on top of an adapter; judge the run's folder, {folder}")
-    if is_run and not (Path(name) / "adapter_config.json").exists():
+    check_whole("--policies", name)
+    if (Path(name) / CONFIG_FILE).exists() and not (Path(name) / "adapter_config.json").exists():
         raise InputError(f"--policies {name}: is not finished; {RESUME} resumes it")
     print(f"loading and judging {name}", flush=True)
     tokenizer = load_tokenizer(name)

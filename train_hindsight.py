@@ -130,7 +130,9 @@ def train(options: Options) -> int:
     made_from = stages.made_from(task, options.model)
     stop.leave_if_received(f"before the first epoch: {RESUME} begins again")
     run_files.check_made_from(folder, made_from)
-    write_run_files(options, task, made_from, on_adapter=bool(folders))
+    if resume:
+        stages.unfinish(folder)
+    write_run_files(options, task, made_from, on_adapter=bool(folders or script.shared_warm_start))
 
     # The untrained model, and the warm start, which teaches the drawing functions
     begun = stages.beginning(

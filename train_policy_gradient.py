@@ -23,10 +23,7 @@ from llm_policy import run_files
 from llm_policy.checkpoints import show_finished
 from llm_policy.errors import check_alone, disk_errors, packages_of, run_script
 from llm_policy.interruption import RESUME
-from llm_policy.policy_gradient.arguments import EXTRA, read_arguments
-
-# What may differ when a run is resumed: where things are, and how often it says and saves something
-FREE_TO_CHANGE = {"output_dir", "resume_from_checkpoint", "logging_steps", "save_steps"}
+from llm_policy.policy_gradient.arguments import EXTRA, FREE_TO_CHANGE, read_arguments
 
 
 @disk_errors(f"free space, then {RESUME}")

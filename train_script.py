@@ -29,7 +29,7 @@ from trl import GRPOConfig, ModelConfig
 
 from llm_policy import adapters, processes, run_files
 from llm_policy.chat import Reader, reply_token_ids
-from llm_policy.checkpoints import COMPLETE_MARK, checkpoint_to_resume_from, show_finished, supersede
+from llm_policy.checkpoints import checkpoint_to_resume_from, show_finished, supersede
 from llm_policy.command_line import asks_for_help, parse_arguments, read_option, take_config
 from llm_policy.errors import EXIT_INPUT_ERROR, OPTION_ERRORS, InputError, disk_errors, library_errors, run_script
 from llm_policy.grpo import arguments as rules
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if training.use_cpu and torch.cuda.is_available():
         print(f"{options.config} says use_cpu: true; --use_cpu false takes the GPU")
     if options.config and not on_gpu and not training.use_cpu:
-        print(f"{options.config} is made for a GPU, and there is none here; configs/laptop.yaml is made for a CPU")
+        print(f"{options.config}: no GPU here, so this trains on the CPU (configs/laptop.yaml is made for one)")
     rules.check_arguments(script, training, options.model)
     without_effect = {
         "action_entropy_coef": ("grpo", "cloning"),
@@ -159,6 +159,7 @@ def train(options: Options) -> int:
     if options.trains:
         resume = processes.from_main(lambda: checkpoint_to_resume_from(output_dir, training.resume_from_checkpoint))
         lifecycle.check_length("max_steps", training.max_steps, resume)
+        lifecycle.check_epochs(training, resume)
         if processes.is_main():
             say_what_differs(output_dir, training)
     stop = lifecycle.StopOnSignal(lifecycle.steps_per_batch(training))
@@ -189,9 +190,9 @@ def train(options: Options) -> int:
         run_files.check_made_from(output_dir, made_from)
         if resume and training.resume_from_checkpoint != "auto":
             supersede(resume)
-            (output_dir / run_files.EVALUATION_FILE).unlink(missing_ok=True)
-        (output_dir / COMPLETE_MARK).unlink(missing_ok=True)
-        write_run_files(options, task.judge, on_adapter=bool(folders), made_from=made_from)
+        if resume:
+            stages.unfinish(output_dir)
+        write_run_files(options, task.judge, on_adapter=bool(folders or script.shared_warm_start), made_from=made_from)
     if resume:
         processes.wait_for_files(resume)
 

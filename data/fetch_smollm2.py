@@ -109,13 +109,11 @@ def fetch_from_hub(folder: Path) -> dict[str, str]:
 
     Raises `SourceUnavailable` if the hub does not answer, is switched off (HF_HUB_OFFLINE) or no longer has the files.
     """
-    import httpx2
-
     say("asking the model hub (PyTorch and Transformers are loaded first) ...")
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    from llm_policy.models import hub_answers
+    from llm_policy.models import first_line, hub_answers
 
     try:
         cache_only = not hub_answers(HUB_ID)
@@ -124,10 +122,10 @@ def fetch_from_hub(folder: Path) -> dict[str, str]:
         files = [hf_hub_download(HUB_ID, name, local_files_only=cache_only) for name in HUB_FILES]
     except LocalEntryNotFoundError as error:
         raise SourceUnavailable("out of reach or switched off, and not in the local cache") from error
-    except (OSError, httpx2.HTTPError) as error:
+    except Exception as error:  # the hub's client and its parts raise errors of many kinds
         if getattr(error, "errno", None) == errno.ENOSPC:
             raise
-        raise SourceUnavailable(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+        raise SourceUnavailable(f"{type(error).__name__}: {first_line(error)}") from error
     snapshot = Path(files[0]).parent
     say("converting and saving ...")
     save_model(snapshot, folder)

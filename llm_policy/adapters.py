@@ -20,6 +20,7 @@ from llm_policy import processes
 from llm_policy.errors import InputError, check_choices, library_errors
 from llm_policy.hardware import cuda_random_states, restore_cuda_random_states
 from llm_policy.models import load_model
+from llm_policy.run_files import CONFIG_FILE, run_settings
 
 # Options that make an adapter which is no sum of matrix products: PEFT's LoraConfig -> TRL's ModelConfig (None: TRL has
 # no such option).
@@ -36,6 +37,7 @@ UNJOINABLE = {
     "use_bdlora": None,
 }
 ADAPTER_ALONE = (True, False, "gaussian", "eva", "orthogonal")  # starts of LoRA that leave the model's weights alone
+WARM_START_FOLDER, GRPO_FOLDER = "warm_start", "grpo"  # in a run; the two are joined in the end
 ATTENTION = (None, "eager", "sdpa")
 QUANTIZATION = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant")  # of TRL's ModelConfig
 
@@ -85,6 +87,7 @@ def model_to_train(model_config: ModelConfig, device: torch.device) -> tuple[Pre
     )
     folders, revision = [], model_config.model_revision
     if isinstance(model, PeftModel):
+        check_whole("--model_name_or_path", model_config.model_name_or_path)
         if loading["quantization_config"] is not None:
             raise InputError(
                 f"--load_in_4bit, --load_in_8bit: {model_config.model_name_or_path} is an adapter, and merged into "
@@ -108,6 +111,19 @@ def model_to_train(model_config: ModelConfig, device: torch.device) -> tuple[Pre
         raise InputError(f"--lora_target_modules {model_config.lora_target_modules}: {error}") from error
     check_head(peft_model, f"--lora_target_modules {model_config.lora_target_modules}")
     return peft_model.unload(), lora, folders
+
+
+def check_whole(option: str, name: str) -> None:
+    """`InputError` for an adapter of a run that was trained on top of another one, its warm start for instance.
+
+    Alone on the base model it is half a policy. The run's own folder has them joined.
+    """
+    folder, run = Path(name), Path(name).resolve().parent
+    if (folder / CONFIG_FILE).exists():  # a run itself
+        return
+    stands_on_warm_start = (run / WARM_START_FOLDER).is_dir() and folder.name != WARM_START_FOLDER
+    if stands_on_warm_start or run_settings(run).get("on_adapter"):
+        raise InputError(f"{option} {name}: trained on top of another adapter; name the run's folder, {run}")
 
 
 def check_head(model: PeftModel, what: str) -> None:

@@ -199,6 +199,11 @@ def checkpoint_to_resume_from(output_dir: Path, resume: str | None) -> Path | No
         checkpoint = latest_checkpoint(output_dir)
         if checkpoint:
             supersede(checkpoint)  # damaged ones count no longer
+        elif (output_dir / COMPLETE_MARK).exists():
+            raise InputError(
+                f"--output_dir {output_dir}: holds a finished run without checkpoints, so that it cannot go on; "
+                f"python evaluate_policy.py --policies {output_dir} judges it again"
+            )
         return checkpoint
     checkpoint = Path(resume)
     if not all((checkpoint / name).exists() for name in (COMPLETE_MARK, TRAINER_STATE_NAME)):

@@ -24,7 +24,8 @@ class Interruption:
         self.at_once = False
         self.part = part
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._receive)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # a shell's Ctrl-C is not for what it put aside with &
+                signal.signal(number, self._receive)
 
     def _receive(self, number, _frame) -> None:
         if number == signal.SIGINT and self.received:

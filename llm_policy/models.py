@@ -5,7 +5,6 @@ LoRA settings: trl's own `get_peft_config(model_config)` does the whole job.
 
 import errno
 import hashlib
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -42,7 +41,7 @@ from transformers import (
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from llm_policy.errors import InputError
-from llm_policy.reading import check_texts, read_text
+from llm_policy.reading import check_texts, parse_json, read_text
 from llm_policy.run_files import ROOT
 
 EMBEDDED_MODEL = ROOT / "data/models/SmolLM2-135M-Instruct"
@@ -260,7 +259,7 @@ def base_of_adapter(folder: str | Path) -> tuple[str, str]:
     if not any((folder / name).is_file() for name in ("adapter_model.safetensors", "adapter_model.bin")):
         raise InputError(f"{folder}: adapter_config.json without adapter_model.safetensors; save the adapter again")
     try:
-        config = json.loads(read_text(folder / "adapter_config.json"))
+        config = parse_json(read_text(folder / "adapter_config.json"))
         base, revision = str(config["base_model_name_or_path"]), config.get("revision") or "main"
         if config.get("r", 0) > LARGEST_RANK:
             raise InputError(f"{folder}/adapter_config.json: r {config['r']}, expected at most {LARGEST_RANK}")

@@ -40,6 +40,7 @@ TABLE = {
     "[-1, 1000000000]": "max_steps local_rank sde_sample_freq",
     "[-20, 20]": "log_std_init",
     "(0, 1000000000]": "logging_steps eval_steps save_steps",
+    "(0, 1000000]": "PolicyGradientArguments.max_grad_norm",  # stable-baselines3 cuts to 0, where the others do not cut
     "(0, 10]": "learning_rate warm_start_learning_rate",
     "[0, 10]": "HindsightArguments.learning_rate",
     "(0, 1]": "warm_start_threshold top_p gamma adam_epsilon vllm_gpu_memory_utilization",

@@ -1,11 +1,13 @@
 """Files that a user names: names that a disk can hold, text and YAML that are whole and of a bounded size."""
 
 import errno
+import json
 import os
 import re
 import stat
 from collections.abc import Hashable, Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -96,6 +98,14 @@ class _PlainLoader(yaml.SafeLoader):
                     raise ValueError(f"line {key.start_mark.line + 1}: {name} stands there twice")
                 seen.add(name)
         return super().construct_mapping(node, deep)
+
+
+def parse_json(text: str) -> Any:
+    """What a JSON text holds. Raises `ValueError` for what is none, or is nested some thousand deep."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
 
 
 def read_yaml(path: str | Path) -> object:

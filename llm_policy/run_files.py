@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationEr
 
 from llm_policy.errors import InputError, writing
 from llm_policy.interruption import RESUME
-from llm_policy.reading import read_text, read_yaml
+from llm_policy.reading import parse_json, read_text, read_yaml
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,7 +37,8 @@ OUR_FOLDERS = re.compile(r"checkpoint-\d+|grpo|warm_start|runs")
 OUR_SUFFIXES = {".json", ".jsonl", ".txt", ".md", ".png", ".yaml", ".safetensors", ".jinja", ".partial"}
 LARGEST_JSON = 100_000_000  # bytes
 HANDED_OVER = {"untrained.json", "minutes.txt"}  # by results/run.py, before a run has files of its own
-DERIVED = {"generation_batch_size"}  # fields that a dataclass computes from others and does not take back
+# Fields that a dataclass computes from others and does not take back; what is asked of a call, not of a run
+DERIVED = {"generation_batch_size", "resume_from_checkpoint"}
 JUDGE_AGAIN = f"delete {EVALUATION_FILE} there to judge it again"
 OTHER_RUN = "put the old file back, or name another folder"
 DECISIVE = ("task", "env_id", "algorithm", "actor", "proposer")  # options on which other defaults hang
@@ -77,7 +78,7 @@ def cut_back(metrics: Path, step: int) -> list[dict]:
     kept = {}  # line -> record
     for line in metrics.read_text(errors="replace").splitlines() if metrics.exists() else ():
         with suppress(ValueError, TypeError, KeyError):  # cut off by a kill
-            record = json.loads(line)
+            record = parse_json(line)
             if float(record["step"]) <= step and "seconds" in record:
                 kept[line] = record
     write_whole(metrics, "".join(f"{line}\n" for line in kept))
@@ -292,7 +293,7 @@ def run_settings(name: str | Path) -> dict:
             raise InputError(f"{path}: is gone, and it says what the run is judged on; {OTHER_RUN}")
         return {}
     try:
-        found = json.loads(read_text(path, most=LARGEST_JSON))
+        found = parse_json(read_text(path, most=LARGEST_JSON))
         RunSettings.model_validate(found)
     except ValidationError as error:
         first = error.errors()[0]

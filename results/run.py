@@ -199,7 +199,8 @@ def run_to_its_end(command: Sequence[str]) -> int:
     def hand_on(number: int, _frame) -> None:  # a terminal that goes is a request to end, which runs know as SIGTERM
         child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    before = {number: signal.signal(number, hand_on) for number in handed_on}
+    is_ignored = {number for number in handed_on if signal.getsignal(number) is signal.SIG_IGN}  # nohup's SIGHUP
+    before = {number: signal.signal(number, hand_on) for number in handed_on if number not in is_ignored}
     try:
         return child.wait()
     finally:

@@ -128,7 +128,8 @@ def said_letter(regime: str, question: Question, replies: Sequence) -> str | Non
         return LETTERS[max(range(len(replies)), key=lambda i: replies[i][0])]
     if regime == "letter":  # as arc_challenge_llama, which leaves punctuation out: nothing but the letter
         said = replies[0].translate(str.maketrans("", "", string.punctuation)).strip()
-        option = question.chosen(said) if len(said) == 1 else None
+        is_letter = len(said) == 1 and said.upper() in LETTERS[: len(question.options)]
+        option = question.chosen(said) if is_letter else None
     else:
         option = question.chosen(parse_completion(replies[0]).last_answer)
     return None if option is None else LETTERS[option]

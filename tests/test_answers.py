@@ -122,8 +122,8 @@ def test_what_is_guessed_is_computed_and_the_rest_is_as_the_other_samples_say(ca
 def test_one_malformed_sample_of_a_sure_policy_costs_what_it_weighs(monkeypatch):
     """.999 on UP: with one unreadable sample among 8 it was .903 before."""
     sure = np.log([1.0, 1e-9, 1e-9, 1e-9, 0.999])
-    monkeypatch.setattr(answers, "_packed_scores", lambda _m, _r, pairs, _a: np.tile(sure, (len(pairs), 1)))
-    monkeypatch.setattr(answers, "_plain_scores", lambda _m, _r, pairs, _a: np.tile(sure, (len(pairs), 1)))
+    monkeypatch.setattr(answers, "_packed_scores", lambda _m, _r, pairs, _a, **_: np.tile(sure, (len(pairs), 1)))
+    monkeypatch.setattr(answers, "_plain_scores", lambda _m, _r, pairs, _a, **_: np.tile(sure, (len(pairs), 1)))
     reader = says("llama", [f"{THOUGHT}UP</answer>"] * 7 + ["?"])
     rows_PGA, valid = answer_probabilities(reader, None, PROMPTS[:1], ACTIONS, 8, [f"{THOUGHT}UP</answer>"])
     assert mean_answers(rows_PGA)[0] == pytest.approx([0.00025, 0.00025, 0.00025, 0.99925], abs=1e-6)
@@ -135,7 +135,7 @@ def test_thoughts_that_vary_are_sampled_and_a_guess_changes_no_estimate(monkeypa
     """UP at .997 behind every thought. As a fixed sentence, other thoughts would count as random moves."""
     sure = np.log([0.5, 1e-3, 1e-3, 1e-3, 0.997])  # half of the time another thought
     for name in ("_packed_scores", "_plain_scores"):
-        monkeypatch.setattr(answers, name, lambda _m, _r, pairs, _a: np.tile(sure, (len(pairs), 1)))
+        monkeypatch.setattr(answers, name, lambda _m, _r, pairs, _a, **_: np.tile(sure, (len(pairs), 1)))
     reader = says("llama", [f"{THOUGHT}UP</answer>"] * samples)
     arguments = (reader, None, PROMPTS[:1], ACTIONS, samples)
     for guesses in (None, [f"{THOUGHT}UP</answer>"]):
@@ -175,6 +175,31 @@ def test_answers_behind_a_thought_that_is_given():
     found_PA = answers_behind(reader, model, PROMPTS, reader.texts * len(PROMPTS), ACTIONS)
     said_PGA, _ = answer_probabilities(reader, model, PROMPTS, ACTIONS, 1)
     np.testing.assert_allclose(found_PA, said_PGA[:, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("thoughts", [GUESSES, [f"{THOUGHT}UP</answer>", "<think></think><answer>UP</answer>"] * 2])
+def test_answers_are_scored_alike_with_and_without_their_thoughts(thoughts):
+    model, reader = random_policy("llama"), says("llama", [f"{THOUGHT}UP</answer>"])
+    pairs = [(p, t.partition("<answer>")[0] + "<answer>") for p, t in zip(PROMPTS, thoughts, strict=False)]
+    without, with_thoughts = (
+        answers._packed_scores(model, reader, pairs, ACTIONS, of_thoughts=o) for o in (False, True)
+    )
+    plain = answers._plain_scores(model, reader, pairs, ACTIONS)
+    np.testing.assert_allclose(with_thoughts, plain, atol=1e-4)
+    np.testing.assert_allclose(without[:, 1:], plain[:, 1:], atol=1e-4)
+    assert np.isnan(without[:, 0]).all()
+
+
+def test_a_thought_that_is_given_costs_no_logits(monkeypatch):
+    """Searches have hundreds of tokens: their logits alone were gigabytes."""
+    scored, pack = [], answers.pack_groups
+    monkeypatch.setattr(answers, "pack_groups", lambda *a, **k: scored.append(pack(*a, **k)) or scored[-1])
+    model, reader = random_policy("llama"), says("llama", [f"{THOUGHT}UP</answer>"])
+    answers_behind(
+        reader, model, PROMPTS, [f"<think>{'word ' * 50}</think><answer>UP</answer>"] * len(PROMPTS), ACTIONS
+    )
+    longest = max(len(reader.tokenizer.encode(f"{action}</answer>", add_special_tokens=False)) for action in ACTIONS)
+    assert len(scored[-1].predictor_U) <= len(PROMPTS) * len(ACTIONS) * longest
 
 
 def test_answers_as_read_are_one_hot_or_uniform():
@@ -242,7 +267,7 @@ def test_packing_is_checked_on_two_trees(monkeypatch):
     compared = []
     monkeypatch.setattr(answers, "_packing_is_right", lambda *arguments: compared.append(arguments[2]) or True)
     monkeypatch.setattr(
-        answers, "_packed_scores", lambda _, __, pairs, actions: np.zeros((len(pairs), 1 + len(actions)))
+        answers, "_packed_scores", lambda _, __, pairs, actions, **_o: np.zeros((len(pairs), 1 + len(actions)))
     )
     for count in range(4):
         answers._answer_scores(None, None, list(range(count)), ACTIONS)

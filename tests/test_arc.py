@@ -175,6 +175,12 @@ def test_the_hubs_questions_are_the_test_split_of_the_challenge(monkeypatch):
     assert loaded == [(("allenai/ai2_arc", "ARC-Challenge"), {"split": "test"})]
 
 
+def test_an_option_of_one_character_is_no_letter():
+    of_numbers = Question("?", ("B", "4"), ("2", "4", "6", "8"), by_letter=True)
+    assert said_letter("letter", of_numbers, [" 4."]) is None
+    assert said_letter("letter", of_numbers, [" B."]) == "B"
+
+
 def test_accuracy_has_its_standard_error_and_stands_beside_chance():
     of_three = Question("?", ("C", "c"), ("a", "b", "c"), by_letter=True)
     asks = ArcJudge([QUESTION, QUESTION, QUESTION, of_three], None, {"test_dataset": "mine"})

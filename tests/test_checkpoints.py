@@ -201,6 +201,13 @@ def test_where_none_is_whole_nothing_begins_again_by_itself(tmp_path):
         checkpoint_to_resume_from(tmp_path, str(tmp_path / "checkpoint-5"))
 
 
+def test_a_finished_run_without_checkpoints_does_not_begin_again(tmp_path):
+    """Its adapter would be gone in the end. Who deletes evaluation.json wants it judged, not trained."""
+    (tmp_path / COMPLETE_MARK).write_text("{}")
+    with pytest.raises(InputError, match=rf"evaluate_policy.py --policies {tmp_path} judges it again"):
+        checkpoint_to_resume_from(tmp_path, "auto")
+
+
 def test_a_folder_that_is_not_there_holds_none(tmp_path):
     assert latest_checkpoint(tmp_path / "nothing") is None
     remove_incomplete(tmp_path / "nothing")

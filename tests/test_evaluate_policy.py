@@ -14,6 +14,7 @@ from tiny_models import build_tiny_model
 
 import evaluate_policy
 from evaluate_policy import EvaluationArguments, main, model_answers
+from llm_policy.adapters import check_whole
 from llm_policy.chat import Reader
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
 from llm_policy.environments.policy_table import constant_policy
@@ -294,12 +295,25 @@ def test_half_of_a_policy_is_not_judged_but_the_run_is_from_within(tmp_path, mon
     for part in ("warm_start", "grpo"):
         (run / part).mkdir(parents=True)
     (run / "run.json").write_text(json.dumps({"maps": ["SFG"], "is_slippery": False}))
-    with pytest.raises(InputError, match=f"trained on top of an adapter; judge the run's folder, {run}"):
+    with pytest.raises(InputError, match=f"trained on top of another adapter; name the run's folder, {run}"):
         main(["--policies", str(run / "grpo")])
     monkeypatch.chdir(run)
     # An empty run folder is refused as such, not as half of a policy
     with pytest.raises(InputError, match=r"has no config\.json or adapter_config\.json"):
         main(["--policies", "."])
+
+
+@pytest.mark.parametrize("settings", [{"on_adapter": True}, {}])
+def test_half_of_a_policy_is_not_trained_further(settings, tmp_path):
+    """The warm start lies in the run, or elsewhere (--warm_start_folder). Alone it is a whole adapter."""
+    (tmp_path / "run.json").write_text(json.dumps(settings))
+    for name in ("grpo", "checkpoint-5", *([] if settings else ["warm_start"])):
+        (tmp_path / name).mkdir()
+    for name in ("grpo", "checkpoint-5"):
+        with pytest.raises(InputError, match=f"--model_name_or_path .*{name}: trained on top of another adapter"):
+            check_whole("--model_name_or_path", str(tmp_path / name))
+    if not settings:
+        check_whole("--model_name_or_path", str(tmp_path / "warm_start"))
 
 
 def test_options_stand_above_what_a_run_says(tmp_path, monkeypatch):

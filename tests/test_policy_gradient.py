@@ -445,6 +445,17 @@ def test_a_run_and_its_files(model, tmp_path, capfd, algorithm, actor):
     assert "holds a finished run" in capfd.readouterr().out
 
 
+@pytest.mark.parametrize("kept", [{}, {"asked": "another run", "answers": {"score": {}}}])
+def test_answers_of_another_run_are_not_taken(kept, model, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "untrained.json").write_text(json.dumps(kept))
+    assert main(small(model, out)) == 0
+    assert main(small(model, tmp_path / "plain")) == 0
+    rows = [json.loads((folder / "evaluation.json").read_text())["policies"] for folder in (out, tmp_path / "plain")]
+    assert rows[0] == rows[1]
+
+
 def test_checkpoints_and_lines_come_as_often_as_asked(model, tmp_path, monkeypatch):
     saved, save = [], progress.Progress.save
     monkeypatch.setattr(progress.Progress, "save", lambda self: saved.append(self.num_timesteps) or save(self))
@@ -751,6 +762,7 @@ def test_a_run_stands_beside_others(model, tmp_path, capfd):
         (["--algorithm", "trpo", "--n_epochs", "5"], r"--n_epochs 5: is for --algorithm ppo alone"),
         (["--pooling", "mean"], r"--pooling mean: is for --actor frozen or lora or random alone"),
         (["--actor", "frozen", "--lora_alpha", "4"], r"--lora_alpha 4: is for --actor lora alone"),
+        (["--max_grad_norm", "0"], "--max_grad_norm 0: expected a number above 0"),
         (["--max_episodes", "1"], r"--max_episodes 1: played within \d+ steps, before the first update; give more"),
         (["--resume_from_checkpoint", "yes"], r"--resume_from_checkpoint 'yes': expected one of auto"),
         (["--actor", "frozen", "--model_name_or_path", "/no/such"], r"/no/such: no such folder"),

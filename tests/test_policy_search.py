@@ -264,6 +264,18 @@ def test_another_runs_log_is_refused(changes, whole_log, tmp_path):
         search(LAKE, Scripted(*TEXTS), settings(**changes), log=AnswerLog(tmp_path / "answers.jsonl"))
 
 
+def test_a_record_that_does_not_fit_its_own_answer_is_refused(whole_log, tmp_path):
+    """Other parameters than the text names, or fewer episodes than are played."""
+    records = [json.loads(line) for line in whole_log[0].splitlines()]
+    first_answer = next(i for i, r in enumerate(records) if r["kind"] == "answer" and r["parameters"] is not None)
+    first_rollout = next(i for i, r in enumerate(records) if r["kind"] == "rollout")
+    for number, changes in ((first_answer, {"parameters": [1.0]}), (first_rollout, {"returns": [0.5]})):
+        changed = [record | (changes if i == number else {}) for i, record in enumerate(records)]
+        (tmp_path / "answers.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in changed))
+        with pytest.raises(InputError, match="was recorded by another run"):
+            search(LAKE, Scripted(*TEXTS), settings(), log=AnswerLog(tmp_path / "answers.jsonl"))
+
+
 ROLLOUT = {"kind": "rollout", "iteration": 0, "parameters": [1], "returns": [0.5]}
 REPLY = {
     "kind": "answer", "iteration": 1, "attempt": 0, "prompt": [], "answer": "", "error": None, "parameters": None,

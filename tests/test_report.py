@@ -301,7 +301,7 @@ def test_flaws_section(results):
 
 
 def write_played(
-    folder, actor: str, scores: dict, horizon_steps: int = 100, env_id: str = "FrozenLake-v1", command: str = "python"
+    folder, actor: str, scores: dict, horizon_steps: int = 100, env_id: str = "FrozenLake-v1", config: str = "{}"
 ) -> None:
     """A finished seed of train_policy_gradient.py; `scores` by policy, of a lake or of episodes."""
     folder.mkdir(parents=True)
@@ -313,7 +313,8 @@ def write_played(
     line = {"step": 1000, "episodes": 40, "seconds": 2.0, "mean_return_of_25_episodes": 0.5}
     (folder / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     (folder / "minutes.txt").write_text("0.5\n")
-    (folder.parent / "command.txt").write_text(command)
+    (folder / "resolved_config.yaml").write_text(config)
+    (folder.parent / "command.txt").write_text("python")
 
 
 def test_policy_gradient_section(results):
@@ -323,7 +324,7 @@ def test_policy_gradient_section(results):
         "optimal": 0.8, "uniform random": 0.02, "untrained, greedy": 0.1, "trained, greedy": 0.6,
         "trained, sampled": 0.5,
     }  # fmt: skip
-    write_played(results / "policy_gradient/lake/seed-1", "frozen", scores, command="python -- --center false\n")
+    write_played(results / "policy_gradient/lake/seed-1", "frozen", scores, config="center: false\n")
     of_episodes = {name: 100 * score for name, score in scores.items() if name != "optimal"}
     write_played(results / "policy_gradient/pole/seed-1", "mlp", of_episodes, 500, "CartPole-v1")
     trained = lakes.training_results()
@@ -362,14 +363,29 @@ def test_policy_gradient_section(results):
 
 def test_a_budget_of_episodes_is_named_and_no_curve_of_its_own(results):
     scores = {"trained, greedy": 60.0, "trained, sampled": 50.0, "untrained, greedy": 9.0}
-    command = "python -- --max_episodes 1200\n"
-    write_played(results / "policy_gradient/short/seed-1", "mlp", scores, 500, "CartPole-v1", command)
+    config = "max_episodes: 1200\n"
+    write_played(results / "policy_gradient/short/seed-1", "mlp", scores, 500, "CartPole-v1", config)
     played = policy_gradient.policy_gradients()
     assert "[PPO, mlp, 1,200 episodes](results/policy_gradient/short)" in policy_gradient.policy_gradient_section(
         played, {}, {}
     )
     policy_gradient.write_episode_curves()
     assert not list((results.parent / "docs").glob("pictures/policy_gradient*"))
+
+
+def test_a_game_that_pays_no_success_is_shown_by_its_return(results):
+    """Its exact rows have both, and the optimum's success would be 1."""
+    folder = results / "policy_gradient/cliff/seed-1"
+    write_played(folder, "mlp", {"trained, greedy": 1.0}, 100, "CliffWalking-v1")
+    rows = [
+        policy(name, 1.0, 37) | {"return_at_horizon": -13.0}
+        for name in ("trained, greedy", "trained, sampled", "untrained, greedy")
+    ]
+    (folder / "evaluation.json").write_text(json.dumps({"env_options": {}, "policies": rows}))
+    section = policy_gradient.policy_gradient_section(policy_gradient.policy_gradients(), {}, {})
+    (row,) = [cells(line) for line in section.splitlines()[2:]]
+    assert row[0] == "CliffWalking-v1: return in 100 steps"
+    assert row[3] == "**-13.0** (-13.0)"
 
 
 def test_the_curves_of_episodes_are_drawn(results):
@@ -427,14 +443,15 @@ def test_other_games_section(results):
     ]  # fmt: skip
 
 
-def write_drawn(folder, best: tuple[float, ...], learner: str | None = None) -> None:
+def write_drawn(folder, best: tuple[float, ...], learner: str | None = None, sampled: bool = True) -> None:
     """A finished seed of the drawing task: the best program of each batch."""
     folder.mkdir(parents=True)
     run = {"target": "5-vertical-lines", "learner": learner, "commit": "b" * 40}
     (folder / "run.json").write_text(json.dumps({name: value for name, value in run.items() if value}))
-    row = {"policy": "trained, sampled", "mean": 0.75, "programs": 64, "perfect": 3}
+    names = ["trained, greedy", *(["trained, sampled"] if sampled else [])]
+    rows = [{"policy": name, "mean": 0.75, "programs": 64, "perfect": 3} for name in names]
     found = {"share": max(best), "generation": 16 * len(best) - 3, "code": ""}
-    evaluation = {"baselines": {"nothing drawn": 0.0}, "policies": [row], "found": found}
+    evaluation = {"baselines": {"nothing drawn": 0.0}, "policies": rows, "found": found}
     (folder / "evaluation.json").write_text(json.dumps(evaluation))
     lines = [
         {"step": i, "seconds": 30.0 * i, "reward": share / 2, "drawing/best": share, "drawing/generations": 16.0 * i}
@@ -461,6 +478,12 @@ def test_drawing_section(results):
     drawing.write_drawing_curves()
     pictures = {file.name for file in (results.parent / "docs/pictures").iterdir()}
     assert pictures == {f"drawing_5_vertical_lines_{axis}.png" for axis in ("generations", "minutes")}
+
+
+def test_a_drawing_without_samples_has_an_empty_cell(results):
+    write_drawn(results / "drawing/lines_grpo/seed-1", (0.4, 0.6), sampled=False)
+    (row,) = [cells(row) for row in drawing.drawing_section(drawing.drawings()).splitlines()[2:]]
+    assert row[9] == ""
 
 
 @pytest.mark.parametrize("name", ["evaluation.json", "run.json", "metrics.jsonl", "minutes.txt"])

@@ -291,6 +291,19 @@ def test_a_signal_reaches_the_run_which_ends_as_it_wants(number, tmp_path):
     assert results_run.run_to_its_end([sys.executable, "-c", child]) == 75
 
 
+def test_a_signal_that_nohup_ignores_stays_ignored(monkeypatch):
+    taken = []
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        monkeypatch.setattr(results_run.signal, "signal", lambda number, _: taken.append(number) or signal.SIG_DFL)
+        assert results_run.run_to_its_end([sys.executable, "-c", ""]) == 0
+    finally:
+        monkeypatch.undo()
+        signal.signal(signal.SIGHUP, before)
+    assert signal.SIGTERM in taken
+    assert signal.SIGHUP not in taken
+
+
 def test_a_run_resumes_in_its_scripts_configuration_with_its_own_expert(started):
     results_run.main([*KL[:4], "--seeds", "4", "--expert", "--rows states"])
     _, command = started

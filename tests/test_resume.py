@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -593,14 +594,30 @@ LENGTHS = [
     ({"max_steps": 5}, False),
     ({"max_steps": -1, "num_train_epochs": 2}, True),
     ({"max_steps": -1, "num_train_epochs": 3}, False),
+    ({"max_steps": -1, "num_train_epochs": 1.9}, True),
+    ({"max_steps": -1, "num_train_epochs": 2.1}, False),
 ]
 
 
 @pytest.mark.parametrize(("asked", "has_ended"), LENGTHS)
 def test_a_run_that_is_asked_for_more_steps_or_epochs_has_not_ended(asked, has_ended, tmp_path):
-    TrainerState(global_step=4, max_steps=4, num_train_epochs=2).save_to_json(str(tmp_path / "trainer_state.json"))
+    TrainerState(epoch=2.0, global_step=4, max_steps=4, num_train_epochs=3).save_to_json(
+        str(tmp_path / "trainer_state.json")
+    )
     config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **asked)
     assert lifecycle.has_ended(tmp_path, config, "never") is has_ended
+
+
+@pytest.mark.parametrize(("epochs", "is_enough"), [(3, True), (2, True), (1.6, True), (1, False)])
+def test_fewer_epochs_than_were_taken_are_refused(epochs, is_enough, tmp_path):
+    """The last step may end behind the last epoch, by less than a step."""
+    TrainerState(epoch=2.0, global_step=4).save_to_json(str(tmp_path / "trainer_state.json"))
+    options = {"max_steps": -1, "num_train_epochs": epochs}
+    config = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", **options)
+    with (
+        nullcontext() if is_enough else pytest.raises(InputError, match=r"--num_train_epochs 1: .* has taken 2 already")
+    ):
+        lifecycle.check_epochs(config, tmp_path)
 
 
 def test_a_finished_run_that_is_taken_up_earlier_is_finished_no_longer(never_interrupted, answering_llama, tmp_path):
@@ -609,8 +626,11 @@ def test_a_finished_run_that_is_taken_up_earlier_is_finished_no_longer(never_int
     arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["plain"])
     asked = [*arguments, "--resume_from_checkpoint", str(out / "checkpoint-2")]
     assert run(asked, log, killed_at_step(1)) == KILLED
-    assert not (out / "evaluation.json").exists()
+    left = {path.name for path in out.iterdir()}
+    assert not left & {"evaluation.json", "result.txt", "COMPLETE", "adapter_model.safetensors"}
     assert latest_checkpoint(out).name == "checkpoint-2"
+    with pytest.raises(InputError, match="is not finished"):
+        evaluate_policy.main(["--policies", str(out)])
 
 
 def test_a_signal_in_the_last_evaluation_loses_no_run_without_checkpoints(answering_llama, tmp_path):

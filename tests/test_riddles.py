@@ -82,6 +82,11 @@ def test_an_alias_among_the_options_is_the_answer():
     assert question.chosen(question.answers[0]) == 1
 
 
+def test_a_share_beside_a_test_file_would_be_read_by_nobody():
+    with pytest.raises(InputError, match=r"--test_share 0.5: nothing of --dataset is held out beside --test_dataset"):
+        make_task(asked(test_dataset="mine.jsonl", test_share=0.5), SimpleNamespace(seed=0), None)
+
+
 def test_riddles_with_an_answer_of_the_test_file_are_left_out(tmp_path, capsys):
     for name, lines in {"own": [("1?", "yes"), ("2?", "no")], "test": [("3?", "Yes")]}.items():
         rows = [json.dumps({"question": question, "answer": answer}) for question, answer in lines]

@@ -76,6 +76,18 @@ def test_only_what_differs_from_its_default_is_in_the_configuration():
     assert "*" not in yaml.safe_dump(twice), "aliases are refused when it is read back"
 
 
+def test_a_resolved_config_repeats_the_run_and_does_not_resume_it():
+    training = GRPOConfig(output_dir="out", resume_from_checkpoint="auto", use_cpu=True, bf16=False)
+    assert resolved_config(training)["output_dir"] == "out"
+    assert "resume_from_checkpoint" not in resolved_config(training)
+
+
+def test_a_run_file_nested_too_deeply_is_one_line(tmp_path):
+    (tmp_path / RUN_FILE).write_text("[" * 100_000)
+    with pytest.raises(InputError, match="is nested too deeply"):
+        run_settings(tmp_path)
+
+
 def test_optional_arguments_survive_the_resolved_config(tmp_path):
     arguments = ["--lr_scheduler_type", "cosine", "--lr_scheduler_kwargs", '{"num_cycles": 2}', "--beta", "0.1"]
     arguments += ["--reward_weights", "0.5", "0.3", "0.2", "--lora_target_modules", "q_proj", "v_proj"]

@@ -250,7 +250,7 @@ def test_a_finished_run_is_shown_again_and_not_trained(finished_run, capsys):
         ("--lora_r", "3"),
         ("--observation", "grid"),
         ("--warm_start", "never"),
-        ("--multi_objective_aggregation", "normalize_then_sum"),
+        ("--scale_rewards", "batch"),
         ("--learning_rate", "0.25"),
         ("--max_steps", "3"),  # finished after two
     ],
@@ -490,7 +490,7 @@ def test_check_only_trains_nothing(more, code, words, places, tmp_path, capsys):
 @pytest.mark.parametrize("use_cpu", [True, False])
 def test_a_configuration_for_a_gpu_says_so_where_there_is_none(use_cpu, places, tmp_path, capsys):
     main(small_run(places / "model", tmp_path / "out", "--check", "only", "--use_cpu", use_cpu))
-    hint = "is made for a GPU, and there is none here; configs/laptop.yaml is made for a CPU"
+    hint = "no GPU here, so this trains on the CPU"
     assert (hint in capsys.readouterr().out) == (not use_cpu)
 
 
@@ -572,6 +572,18 @@ BAD_INPUT = [
     (["--push_to_hub", "true"], "--push_to_hub: would upload GRPO's part"),
     (["--hub_token", "hf_x"], "--hub_token: would stand in the run's files"),
     (["--attn_implementation", "flash_attention_2"], "--attn_implementation flash_attention_2"),
+    (["--save_strategy", "best"], "--save_strategy best: waits for evaluations that are not made here; use steps"),
+    (["--data_seed", "7"], "--data_seed: has no effect"),
+    (["--train_sampling_strategy", "group_by_length"], "--train_sampling_strategy group_by_length: groups are"),
+    (
+        ["--objective", "cloning", "--stop_when", "collapsed"],
+        "--stop_when collapsed: --objective cloning has no groups that could agree",
+    ),
+    (
+        ["--objective", "natural", "--multi_objective_aggregation", "normalize_then_sum"],
+        "--multi_objective_aggregation normalize_then_sum: under natural the luck",
+    ),
+    (["--warm_start_folder", "{tmp}/file"], "--warm_start_folder {tmp}/file: cannot be written"),
     (["--multi_objective_aggregation", "foo"], "--multi_objective_aggregation 'foo': expected one of"),
     (["--use_vllm", "true"], "--use_vllm true: needs vllm, 0.22 to 0.31"),
     (

@@ -24,6 +24,7 @@ from gymnasium.wrappers import TimeLimit
 from llm_policy.environments.frozen_lake import Grid, check_grid
 from llm_policy.environments.mdp import MDP, MOST_STATES, mdp_from_env
 from llm_policy.errors import InputError
+from llm_policy.reading import parse_json
 
 Actor = Callable[[Any], Any]
 """Any policy: observation -> action, as the environment has them."""
@@ -65,7 +66,7 @@ def read_env_options(given: Mapping | str | None) -> tuple[str, dict]:
     """`--env_options` as JSON in one form and as a mapping; a YAML file may hold one. `InputError` for all else."""
     text = given if isinstance(given, str) else json.dumps(given or {})
     try:
-        options = json.loads(text)
+        options = parse_json(text)
     except ValueError as error:
         raise InputError(f"--env_options {text!r}: is no JSON ({error})") from error
     if not isinstance(options, dict):

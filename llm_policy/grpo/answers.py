@@ -10,6 +10,7 @@ Axes: P prompts, G samples of each, A actions, N scored tokens, or scored though
 """
 
 from collections.abc import Collection, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from trl.trainer.utils import selective_log_softmax
 from llm_policy import processes
 from llm_policy.chat import Messages, Reader
 from llm_policy.completions import action_index, common_words, parse_completion
-from llm_policy.grpo.packing import may_share_prefix, only_positions, pack_groups, packed_pass
+from llm_policy.grpo.packing import Branch, may_share_prefix, only_positions, pack_groups, packed_pass
 from llm_policy.grpo.tree_attention import goes_by_tree
 from llm_policy.sampling import evaluating
 
@@ -62,7 +63,7 @@ def sampled_answers(
     asked = [*enumerate(guessed), *((i // samples, thought) for i, thought in enumerate(thoughts))]
     asked = [(p, thought) for p, thought in dict.fromkeys(asked) if thought is not None]
     pairs = [(prompts[p], thought) for p, thought in asked]
-    known = dict(zip(asked, np.exp(_answer_scores(reader, model, pairs, actions)), strict=True))
+    known = dict(zip(asked, np.exp(_answer_scores(reader, model, pairs, actions, is_fixed)), strict=True))
 
     nothing_A = np.zeros(len(actions))
     exact_PA = np.array([known[p, t][0] * known[p, t][1:] if t else nothing_A for p, t in enumerate(guessed)])
@@ -170,11 +171,21 @@ def _thought(text: str) -> str | None:
 
 
 def _answer_scores(
-    reader: Reader, model: PreTrainedModel, pairs: Sequence[tuple[Messages, str]], actions: Sequence[str]
+    reader: Reader,
+    model: PreTrainedModel,
+    pairs: Sequence[tuple[Messages, str]],
+    actions: Sequence[str],
+    of_thoughts: bool = False,
 ) -> np.ndarray:
-    """Log-probability of each thought behind its prompt, then of each action with its closing tag: (pairs, 1 + A)."""
+    """Log-probability of each thought behind its prompt, then of each action with its closing tag: (pairs, 1 + A).
+
+    Args:
+        of_thoughts: False: nan for the thoughts, whose many tokens then need no logits.
+    """
     first_and_last = pairs[:: max(1, len(pairs) - 1)]  # two trees behind what both begin with
-    score = _packed_scores if _packing_is_right(model, reader, first_and_last, actions) else _plain_scores
+    score = _plain_scores
+    if _packing_is_right(model, reader, first_and_last, actions):
+        score = partial(_packed_scores, of_thoughts=of_thoughts)
     own, scores = pairs[processes.own_share(len(pairs))], []
     for first in processes.progress(range(0, len(own), PROMPTS_PER_PASS), "scoring answers"):
         scores.extend(score(model, reader, own[first : first + PROMPTS_PER_PASS], actions))
@@ -198,14 +209,24 @@ def _packing_is_right(model: PreTrainedModel, reader: Reader, pairs: Sequence, a
 
 @torch.no_grad()
 def _packed_scores(
-    model: PreTrainedModel, reader: Reader, pairs: Sequence[tuple[Messages, str]], actions: Sequence[str]
+    model: PreTrainedModel,
+    reader: Reader,
+    pairs: Sequence[tuple[Messages, str]],
+    actions: Sequence[str],
+    of_thoughts: bool = False,
 ) -> np.ndarray:
     """`_answer_scores` in one pass over all pairs."""
     plain = model.get_base_model() if hasattr(model, "get_base_model") else model
     prompts, wholes, givens = _encoded(reader, pairs, actions)
+    replies = [ids for whole in wholes for ids in whole]
+    starts = [_shared(given, ids) for whole, given in zip(wholes, givens, strict=True) for ids in whole]
+    ends = [Branch(i, start, tuple(ids[start:])) for i, (start, ids) in enumerate(zip(starts, replies, strict=True))]
+    with_thought = set(range(0, len(replies), len(actions))) if of_thoughts else set()
     packed = pack_groups(
         [prompt for prompt, whole in zip(prompts, wholes, strict=True) for _ in whole],
-        [ids for whole in wholes for ids in whole],
+        replies,
+        ends,
+        silent=set(range(len(replies))) - with_thought,
         pad_token_id=reader.tokenizer.pad_token_id,
         device=next(plain.parameters()).device,
         share_prefix=may_share_prefix(plain),
@@ -215,13 +236,13 @@ def _packed_scores(
     with evaluating(plain), packed_pass(plain, packed) as inputs, here:
         logits_UV = plain(**inputs).logits[0]
     scores_U = selective_log_softmax(logits_UV.float(), packed.labels_U)
-    scores = iter(packed.split(scores_U[packed.scored_N].cpu())[0])  # not one by one from a GPU
-    return np.array(
-        [
-            _thought_and_answers([next(scores) for _ in whole], [_shared(given, ids) for ids in whole])
-            for whole, given in zip(wholes, givens, strict=True)
-        ]
-    )
+    whole_replies, answers = packed.split(scores_U[packed.scored_N].cpu())  # not one by one from a GPU
+    thoughts = [
+        whole_replies[i][: starts[i]].sum().item() if of_thoughts else np.nan
+        for i in range(0, len(replies), len(actions))
+    ]
+    answers_NA = np.array([tokens.sum().item() for tokens in answers]).reshape(len(pairs), len(actions))
+    return np.column_stack([thoughts, answers_NA])
 
 
 @torch.no_grad()
@@ -237,14 +258,10 @@ def _plain_scores(
             for ids in whole:
                 logits_NV = model(torch.tensor([[*prompt, *ids]], device=device)).logits[0, len(prompt) - 1 : -1]
                 scores.append(selective_log_softmax(logits_NV.float(), torch.tensor(ids, device=device)))
-            rows.append(_thought_and_answers(scores, [_shared(given, ids) for ids in whole]))
+            starts = [_shared(given, ids) for ids in whole]
+            answers = [tokens[start:].sum().item() for tokens, start in zip(scores, starts, strict=True)]
+            rows.append([scores[0][: starts[0]].sum().item(), *answers])
     return np.array(rows)
-
-
-def _thought_and_answers(scores: Sequence[torch.Tensor], starts: Sequence[int]) -> list[float]:
-    """From the tokens of a thought with each action, and where the action begins: the thought's sum, each action's."""
-    thought = scores[0][: starts[0]].sum().item()
-    return [thought, *(tokens[start:].sum().item() for tokens, start in zip(scores, starts, strict=True))]
 
 
 def _encoded(reader: Reader, pairs: Sequence[tuple[Messages, str]], actions: Sequence[str]) -> tuple[list, list, list]:

@@ -42,6 +42,7 @@ REFUSED = {
     "torch_compile": "would compile passes that are not made for it; leave it and its backend and mode out",
     "dataloader_multiprocessing_context": "is for workers that load data, and the rows are in memory; leave it out",
     "push_to_hub": "would upload GRPO's part of the adapter only; upload the run's folder in the end (hf upload)",
+    "data_seed": "has no effect: --seed decides the order of the rows; leave it out",
     "hub_token": "would stand in the run's files; set HF_TOKEN, or run `hf auth login`",
 }
 NOT_GENERATED = ("num_beams", "num_return_sequences", "stop_strings", "cache_implementation")
@@ -86,6 +87,11 @@ class WarmStartArguments:
 
     def __post_init__(self) -> None:
         check_choices(self, {"warm_start": WARM_STARTS})
+
+    @property
+    def shared_warm_start(self) -> str:
+        """The folder of one that runs share. Empty without: who asked for no warm start takes no other's."""
+        return self.warm_start_folder if self.warm_start != "never" else ""
 
 
 @dataclass
@@ -139,6 +145,13 @@ def check_arguments(script: ScriptArguments, training: GRPOConfig, model: ModelC
     if training.eval_strategy != "no":
         kind = training.eval_strategy.value
         raise InputError(f"--eval_strategy {kind}: evaluation is this script's, --evaluate_steps")
+    if training.save_strategy == "best":
+        raise InputError("--save_strategy best: waits for evaluations that are not made here; use steps")
+    if training.train_sampling_strategy != GRPOConfig.train_sampling_strategy:
+        raise InputError(
+            f"--train_sampling_strategy {training.train_sampling_strategy}: groups are sampled in an order of their "
+            "own; leave it out"
+        )
     epochs = training.num_train_epochs
     if training.max_steps > 0 and epochs != GRPOConfig.num_train_epochs:
         raise InputError(
@@ -242,6 +255,15 @@ def _check_objective(script: ScriptArguments, training: GRPOConfig) -> None:
             "sampled term back to the answer; use token, or --objective grpo"
         )
     is_one_state = training.generation_batch_size == training.num_generations
+    if script.objective in SUPERVISED and script.stop_when == "collapsed":
+        raise InputError(
+            f"--stop_when collapsed: --objective {script.objective} has no groups that could agree; use optimal"
+        )
+    if script.objective == "natural" and training.multi_objective_aggregation != "sum_then_normalize":
+        raise InputError(
+            f"--multi_objective_aggregation {training.multi_objective_aggregation}: under natural the luck of the "
+            "sampled action is taken out of the sum of rewards; leave it out, or use --objective expected or grpo"
+        )
     if script.action_baseline and script.objective not in SUPERVISED and is_one_state:
         raise InputError(
             f"--action_baseline {script.action_baseline:g}: takes off what the states of a batch have in common, and "

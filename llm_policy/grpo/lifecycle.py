@@ -16,6 +16,8 @@ from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.interruption import Interruption
 from llm_policy.models import not_finite
 
+SAME_EPOCH = 1e-6  # an epoch's part is a sum of steps
+
 
 class StopOnSignal(TrainerCallback, Interruption):
     """After the step, if the trainer takes steps; all processes of a run leave together.
@@ -82,6 +84,19 @@ def check_length(option: str, most: int, resume: Path | None) -> None:
         raise InputError(f"--{option} {most}: {resume} has taken {taken} already; give at least that")
 
 
+def check_epochs(training: GRPOConfig, resume: Path | None) -> None:
+    """`check_length` for a run whose end is a number of epochs."""
+    if resume is None or training.max_steps > 0:
+        return
+    state = TrainerState.load_from_json(str(resume / TRAINER_STATE_NAME))
+    one_step = state.epoch / max(1, state.global_step)  # the last one may end behind the last epoch
+    if state.epoch > training.num_train_epochs + one_step:
+        raise InputError(
+            f"--num_train_epochs {training.num_train_epochs:g}: {resume} has taken {state.epoch:.3g} already; give at "
+            "least that"
+        )
+
+
 def steps_per_batch(training: GRPOConfig) -> int:
     """Optimiser steps on one batch of completions."""
     return max(1, training.steps_per_generation * training.num_iterations // training.gradient_accumulation_steps)
@@ -94,7 +109,7 @@ def has_ended(checkpoint: Path, training: GRPOConfig, stop_when: str) -> bool:
     if training.max_steps > 0:
         is_last = state.global_step >= training.max_steps
     else:
-        is_last = state.global_step >= state.max_steps and state.num_train_epochs >= training.num_train_epochs
+        is_last = state.epoch >= training.num_train_epochs - SAME_EPOCH
     kept = diagnostics["attributes"]
     has_stopped = kept.get("has_stopped", False) and kept.get("stop_when", stop_when) == stop_when
     return is_last or has_stopped

@@ -14,8 +14,9 @@ from transformers import PreTrainedModel, set_seed
 from trl import ModelConfig
 
 from llm_policy import adapters, processes, run_files
+from llm_policy.adapters import GRPO_FOLDER, WARM_START_FOLDER
 from llm_policy.chat import Reader
-from llm_policy.checkpoints import write_list
+from llm_policy.checkpoints import COMPLETE_MARK, write_list
 from llm_policy.errors import OPTION_ERRORS, InputError
 from llm_policy.grpo.arguments import WarmStartArguments
 from llm_policy.grpo.lifecycle import StopOnSignal
@@ -24,10 +25,9 @@ from llm_policy.grpo.warm_start import Lesson, warm_started
 from llm_policy.hardware import give_memory_back
 from llm_policy.interruption import RESUME
 from llm_policy.models import load_model, model_checksum
-from llm_policy.reading import read_text
+from llm_policy.reading import parse_json, read_text
 
 UNTRAINED_FILE, WARM_START_FILE = "untrained.json", "warm_start.json"
-WARM_START_FOLDER, GRPO_FOLDER = "warm_start", "grpo"  # the two adapters that are joined in the end
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 FINISHED = (*run_files.OF_EACH_RUN, *ADAPTER_FILES)
 TAUGHT_WITH = ("warm_start_steps", "warm_start_prompts", "warm_start_learning_rate", "warm_start_threshold")
@@ -115,11 +115,8 @@ def beginning(
 
 
 def warm_start_folder(script: WarmStartArguments, seed: int, output_dir: Path) -> Path:
-    """Where the warm start of a run is kept: in the run, or where runs of the same seed share it.
-
-    A run that asked for none takes none that is shared.
-    """
-    shared = script.warm_start_folder if script.warm_start != "never" else ""
+    """Where the warm start of a run is kept: in the run, or where runs of the same seed share it."""
+    shared = script.shared_warm_start
     return Path(shared) / f"seed-{seed}" if shared else output_dir / WARM_START_FOLDER
 
 
@@ -150,7 +147,7 @@ def kept_answers(which: str, model: PreTrainedModel, judge, file: Path) -> dict:
 
     def kept() -> dict | None:
         try:
-            content = json.loads(read_text(file))
+            content = parse_json(read_text(file))
             if content["judge"] != asked:  # handed over by a run that was judged on other questions
                 return None
             judge.judgement(content["answers"])
@@ -214,6 +211,12 @@ def judged_again(
     if samples:
         answers["trained, sampled"] = task.judge.answers(trained, samples)
     return answers
+
+
+def unfinish(output_dir: Path) -> None:
+    """Take away what a run had come to that now goes on, if anything: it would be judged as what comes of it."""
+    for name in (run_files.EVALUATION_FILE, COMPLETE_MARK, run_files.RESULT_FILE, *ADAPTER_FILES):
+        (output_dir / name).unlink(missing_ok=True)
 
 
 def finish(output_dir: Path, comparison, verdict: str) -> None:

@@ -226,7 +226,7 @@ class PolicyTrainer(GRPOTrainer):
             output["action_rewards"] = rewards_BA.float()
             baseline_A = self._baseline_A(rewards_BA)
             output["action_baseline"] = baseline_A.float().expand_as(rewards_BA)  # a row each: it is cut like the rest
-            if self.expected.name == "natural" and self.multi_objective_aggregation == "sum_then_normalize":
+            if self.expected.name == "natural":
                 output["advantages"] = self._advantages_without_luck(output, rewards_BA, baseline_A)
             if self.expected.thought_coef:
                 taught = [torch.tensor(ids, device=rewards_BA.device) for ids in self._guessed_B]

@@ -60,7 +60,8 @@ def warm_started(
     if processes.from_main((folder / COMPLETE_MARK).exists):
         other = "--warm_start_folder" if script.warm_start_folder and not has_begun else "--output_dir"
         if wrong := processes.from_main(lambda: damage(folder)):
-            raise InputError(f"{wrong}, and the run stands on it; choose another {other}, or delete {folder.parent}")
+            remedy = "the run stands on it;" if has_begun else f"delete {folder}, or"
+            raise InputError(f"{wrong}; {remedy} choose another {other}")
         processes.wait_for_files(folder)
         report = json.loads((folder / REPORT_FILE).read_text())
         if report.get("made_from", made_from) != made_from:
@@ -122,14 +123,18 @@ def warm_started(
 @contextmanager
 def alone_at(folder: Path) -> Iterator[None]:
     """`InputError` where another run makes the warm start in `folder` now."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder.with_name(f".{folder.name}.lock"))
         lock.acquire(timeout=0)
     except Timeout as error:
         raise InputError(
             f"--warm_start_folder {folder.parent}: another run is making {folder.name}; start again when it is there, "
             "or name another folder"
+        ) from error
+    except OSError as error:
+        raise InputError(
+            f"--warm_start_folder {folder.parent}: cannot be written ({error}); name another folder"
         ) from error
     try:
         yield

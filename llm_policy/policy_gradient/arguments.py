@@ -31,6 +31,8 @@ MODEL_OPTIONS = {
     ("lora",): ("lora_r", "lora_alpha"),
 }
 SHARED_OPTIONS = ("n_steps", "batch_size", "gamma", "gae_lambda", "target_kl")
+# What may differ when a run is resumed: where things are, and how often it says and saves something
+FREE_TO_CHANGE = {"output_dir", "resume_from_checkpoint", "logging_steps", "save_steps"}
 SAVES = 20  # checkpoints of a run
 LINES = 200  # of metrics.jsonl
 STATES_PER_GRAPH = 64

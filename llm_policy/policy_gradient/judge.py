@@ -42,7 +42,7 @@ from llm_policy.policy_gradient.learner import (
     training_env,
 )
 from llm_policy.processes import progress
-from llm_policy.reading import read_text
+from llm_policy.reading import parse_json, read_text
 from llm_policy.run_files import CONFIG_FILE, EVALUATION_FILE, write_whole
 from llm_policy.tables import new_table, number_text, show
 
@@ -327,7 +327,7 @@ def load_run(folder: Path) -> tuple[Learner, PolicyGradientArguments]:
     load_policy(learner, folder)
     file = folder / STATISTICS_FILE
     try:
-        set_statistics(learner.env, json.loads(read_text(file)))
+        set_statistics(learner.env, parse_json(read_text(file)))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{file}: cannot be read ({' '.join(str(error).split())}); train again") from error
     return learner, arguments

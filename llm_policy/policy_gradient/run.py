@@ -18,11 +18,11 @@ from llm_policy.interruption import RESUME
 from llm_policy.models import model_checksum
 from llm_policy.plots import curves_figure
 from llm_policy.policy_gradient import judge
-from llm_policy.policy_gradient.arguments import PolicyGradientArguments
+from llm_policy.policy_gradient.arguments import FREE_TO_CHANGE, PolicyGradientArguments
 from llm_policy.policy_gradient.judge import GREEDY, SAMPLED, UNTRAINED
 from llm_policy.policy_gradient.learner import POLICY_FILE, STATISTICS_FILE, Learner, make_learner, save_policy
 from llm_policy.policy_gradient.progress import BLOCK, Progress, block_means
-from llm_policy.reading import read_text
+from llm_policy.reading import parse_json, read_text
 
 CURVE_FILE, UNTRAINED_FILE = "curve.png", "untrained.json"
 FINISHED = (*run_files.OF_EACH_RUN, POLICY_FILE, STATISTICS_FILE)
@@ -110,12 +110,16 @@ def kept_answers(
     file: Path, learner: Learner, arguments: PolicyGradientArguments, table: TableEnvironment | None
 ) -> dict:
     """How good the policy is before training; kept in `file`, so that a resumed run shows the same row."""
+    asked = {name: value for name, value in run_files.resolved_config(arguments).items() if name not in FREE_TO_CHANGE}
     try:
-        return json.loads(read_text(file))
-    except (OSError, ValueError):  # not there yet, or cut
-        found = judge.answers(learner, arguments, table, UNTRAINED, is_greedy=True)
-        run_files.write_whole(file, json.dumps(found))
-        return found
+        content = parse_json(read_text(file))
+        if content["asked"] == run_files.checksum(asked):
+            return content["answers"]
+    except (OSError, ValueError, LookupError, TypeError):  # not there yet, cut, or an older version's
+        pass
+    found = judge.answers(learner, arguments, table, UNTRAINED, is_greedy=True)
+    run_files.write_whole(file, json.dumps({"asked": run_files.checksum(asked), "answers": found}))
+    return found
 
 
 def save(

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import BaseModel, Field, FiniteFloat, NonNegativeInt
 
 from llm_policy.errors import InputError, writing
-from llm_policy.reading import read_text
+from llm_policy.reading import parse_json, read_text
 
 CUT = " (the answer was cut after "  # in the recorded error of an answer that was
 
@@ -86,7 +86,7 @@ def read_log(path: str | Path) -> list[dict]:
     records = []
     for number, line in enumerate(lines[:-1], start=1):  # after the last line break: nothing, or half a record
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             _KINDS[record["kind"]].model_validate(record)
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(

@@ -25,7 +25,7 @@ Parameters = tuple[float, ...]
 LINEAR_BOUND = 6.0
 
 _NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
-_PARAMETER_LINE = re.compile(r"^[ \t]*parameters[ \t]*:(.*)$", re.IGNORECASE | re.MULTILINE)
+PARAMETER_LINE = re.compile(r"^[ \t]*parameters[ \t]*:(.*)$", re.IGNORECASE | re.MULTILINE)
 _SHOWN_CHARACTERS = 30
 
 
@@ -128,7 +128,7 @@ class PolicySpace:
         """
         if not text.strip():
             raise AnswerError("the answer is empty")
-        lines = _PARAMETER_LINE.findall(text)
+        lines = PARAMETER_LINE.findall(text)
         if len(lines) != 1:
             raise AnswerError(f"{len(lines) or 'no'} lines begin with `parameters:`, expected one")
         words = [word.strip() for word in lines[0].strip().strip("[]()").split(",")]

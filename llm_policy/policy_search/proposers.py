@@ -19,7 +19,7 @@ from llm_policy.hardware import this_device
 from llm_policy.models import DTYPES, EMBEDDED_MODEL, context_tokens, load_model, load_tokenizer
 from llm_policy.policy_search.answer_log import CUT, read_log
 from llm_policy.policy_search.endpoint import EndpointProposer
-from llm_policy.policy_search.parameters import Parameters, PolicySpace, SearchProblem
+from llm_policy.policy_search.parameters import PARAMETER_LINE, Parameters, PolicySpace, SearchProblem
 from llm_policy.policy_search.prompts import ANSWER_PREFIX
 from llm_policy.policy_search.search import Answer, Proposer, Request, SearchSettings, longest_prompt
 from llm_policy.run_files import ROOT
@@ -75,8 +75,11 @@ class ProposerSettings:
 
     def __post_init__(self) -> None:
         check_choices(self, {"proposer": PROPOSERS, "dtype": DTYPES})
-        if self.proposer == "local" and self.constrained and not self.answer_prefix:
-            raise InputError("--constrained true: needs an --answer_prefix")
+        if self.proposer == "local" and self.constrained and not PARAMETER_LINE.search(self.answer_prefix):
+            raise InputError(
+                f"--answer_prefix {self.answer_prefix!r}: only values may come behind it (--constrained true), so it "
+                "has to begin the line `parameters:`"
+            )
         for option in fields(self):
             owners = OWNERS.get(option.name, PROPOSERS)
             if self.proposer not in (*owners, "recorded") and getattr(self, option.name) != option.default:

@@ -230,7 +230,7 @@ def search(
                 returns = problem.returns(parameters, settings.episodes, seed)
                 values = {"kind": "rollout", "iteration": iteration, "parameters": list(parameters), "returns": returns}
                 record = log.append(values)
-            elif record["parameters"] != list(parameters):
+            elif record["parameters"] != list(parameters) or len(record["returns"]) != settings.episodes:
                 raise _other_run(log, iteration)
             returns = record["returns"]
             history.add(iteration, parameters, returns)
@@ -312,7 +312,7 @@ def _ask(
                     "seconds": round(answer.seconds, 3),
                 }
             )
-        elif record["prompt"] != prompt:
+        elif record["prompt"] != prompt or record["parameters"] != _named(space, record["answer"]):
             raise _other_run(log, iteration)
         if record["parameters"] is not None:
             return tuple(record["parameters"]), None
@@ -320,6 +320,14 @@ def _ask(
         # Only the last failure is shown: all of them would fill the context.
         prompt = corrected_messages(messages, record["answer"], str(error), space, settings.ask_reason)
     return None, error
+
+
+def _named(space: PolicySpace, text: str) -> list[float] | None:
+    """The parameters in an answer, as they are recorded."""
+    try:
+        return list(space.read_answer(text))
+    except AnswerError:
+        return None
 
 
 def _read(space: PolicySpace, answer: Answer) -> tuple[Parameters | None, str | None]:

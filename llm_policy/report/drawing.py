@@ -9,7 +9,7 @@ from llm_policy.plots import curves_figure
 from llm_policy.report import files
 from llm_policy.report.cells import each, link, listed, markdown, with_seeds
 from llm_policy.report.dates import made, made_by
-from llm_policy.report.studies import DRAWING, SAMPLED, finished_seeds, read_minutes, results_of, rows_by_name
+from llm_policy.report.studies import DRAWING, SAMPLED, TRAINED, finished_seeds, read_minutes, results_of, rows_by_name
 
 LEARNERS = {None: "GRPO", "hindsight": "hindsight replay", "none": "sampling alone"}  # by what run.json says
 
@@ -55,7 +55,7 @@ def drawn_by(folder: Path) -> list[dict]:
                 {
                     "target": run["target"],
                     "learner": LEARNERS[run.get("learner")],
-                    "policies": rows_by_name(evaluation, DrawingRow, SAMPLED),
+                    "policies": rows_by_name(evaluation, DrawingRow, TRAINED),
                     "baselines": TypeAdapter(dict[str, FiniteFloat]).validate_python(evaluation["baselines"]),
                     "found": BestProgram.model_validate(evaluation["found"]),
                     "metrics": files.read_lines(seed / "metrics.jsonl", DrawingLine),
@@ -76,7 +76,7 @@ def drawing_section(drawn: Mapping[str, list[dict]]) -> str:
     rows = []
     for name, seeds in sorted(drawn.items(), key=lambda entry: (entry[1][0]["target"], entry[0])):
         first, last = ([seed["metrics"][place] for seed in seeds] for place in (0, -1))
-        sampled = [seed["policies"][SAMPLED] for seed in seeds]
+        sampled = [seed["policies"].get(SAMPLED) for seed in seeds]
         solved = [seed["found"].share == 1.0 for seed in seeds]
         perfect = [
             f"{seed['found'].generation:,}" if is_solved else "none"
@@ -95,7 +95,7 @@ def drawing_section(drawn: Mapping[str, list[dict]]) -> str:
                     listed([f"{line['drawing/best']:.2f} {line['reward']:.2f}" for line in lines])
                     for lines in (first, last)
                 ),
-                listed([f"{row['mean']:.2f} {row['perfect']}/{row['programs']}" for row in sampled]),
+                listed([f"{row['mean']:.2f} {row['perfect']}/{row['programs']}" if row else "" for row in sampled]),
                 each(seeds, lambda seed: f"{seed['minutes']:.1f}"),
                 made_by(seeds),
             ]

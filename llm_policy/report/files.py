@@ -3,7 +3,6 @@
 Other modules say `files.ROOT` and `files.RESULTS`, because tests put another folder there.
 """
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from matplotlib.figure import Figure
 from pydantic import BaseModel, ValidationError
 
 from llm_policy.errors import InputError
-from llm_policy.reading import read_text
+from llm_policy.reading import parse_json, read_text
 from llm_policy.run_files import ROOT
 
 RESULTS = ROOT / "results"
@@ -20,7 +19,7 @@ RESULTS = ROOT / "results"
 
 def read_json(file: Path) -> dict:
     try:
-        found = json.loads(read_text(file))
+        found = parse_json(read_text(file))
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"{shown(file)}: cannot be read as JSON ({reason}); run it again or delete it") from error
@@ -41,7 +40,7 @@ def read_lines(file: Path, kind: type[BaseModel]) -> list[dict]:
     lines = []
     for number, text in enumerate(texts, start=1):
         try:
-            lines.append(json.loads(text))
+            lines.append(parse_json(text))
             kind.model_validate(lines[-1])
         except ValidationError as error:
             first = error.errors()[0]

@@ -199,13 +199,14 @@ def _leads_into(grid: Grid, left: int, reached: int) -> str:
 
 def probe_section(file: Path) -> str:
     """What a small network reaches that reads these parts of an observation or a thought."""
-    found = files.read_json(file)["percent_of_optimal"]
-    dynamics = list(next(iter(found.values())))
-    headers = ["a small network reads", *(f"{name}, percent of the optimum" for name in dynamics), "date, commit"]
     rows = []
-    for label, percents in found.items():
-        scores = [values([{"percent": value} for value in percents[name]], "percent", 1) for name in dynamics]
-        rows.append([label, *scores, date_and_commit(made(file))])
+    with files.whole(file):
+        found = files.read_json(file)["percent_of_optimal"]
+        dynamics = list(next(iter(found.values())))
+        headers = ["a small network reads", *(f"{name}, percent of the optimum" for name in dynamics), "date, commit"]
+        for label, percents in found.items():
+            scores = [values([{"percent": value} for value in percents[name]], "percent", 1) for name in dynamics]
+            rows.append([label, *scores, date_and_commit(made(file))])
     return markdown(headers, rows)
 
 

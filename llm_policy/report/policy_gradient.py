@@ -1,7 +1,6 @@
 """Policy gradients: what each algorithm and actor reaches on each environment, and how fast."""
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import numpy as np
 from pydantic import BaseModel, FiniteFloat
 
 from llm_policy.plots import curves_figure
-from llm_policy.reading import read_text
+from llm_policy.reading import read_yaml
 from llm_policy.report import files
 from llm_policy.report.cells import each, link, listed, markdown, values, with_seeds
 from llm_policy.report.dates import made, made_by
@@ -30,6 +29,7 @@ from llm_policy.report.studies import (
 )
 
 LINES_PER_POINT = 8  # of a curve
+EXACT = ("return_at_horizon", "success_at_horizon")  # a game that pays no success has both
 
 
 class EpisodeRow(BaseModel, strict=True):
@@ -59,17 +59,17 @@ def played_by(folder: Path) -> list[dict]:
     for seed in finished_seeds(folder, ("evaluation.json", "run.json", "metrics.jsonl", "minutes.txt")):
         with files.whole(seed):
             evaluation, run = files.read_json(seed / "evaluation.json"), files.read_json(seed / "run.json")
-            command = read_text(folder / "command.txt")
-            budget = re.search(r"--max_episodes[ =](\d+)", command)
-            is_exact = "success_at_horizon" in evaluation["policies"][0]
-            rows = rows_by_name(evaluation, PolicyRow if is_exact else EpisodeRow, TRAINED)
+            config = read_yaml(seed / "resolved_config.yaml")
+            first = evaluation["policies"][0]
+            score = next((name for name in EXACT if name in first), "mean_return")
+            rows = rows_by_name(evaluation, PolicyRow if score in EXACT else EpisodeRow, TRAINED)
             found.append(
                 {
                     **{name: run[name] for name in ("env_id", "algorithm", "actor", "horizon_steps")},
                     "env_options": evaluation["env_options"],
-                    "score": "success_at_horizon" if is_exact else "mean_return",
-                    "is_centered": not re.search(r"--center[ =]false", command),
-                    "max_episodes": int(budget[1]) if budget else None,
+                    "score": score,
+                    "is_centered": config.get("center", True),
+                    "max_episodes": config.get("max_episodes"),
                     "policies": rows,
                     "metrics": files.read_lines(seed / "metrics.jsonl", EpisodeLine),
                     "minutes": read_minutes(seed),

@@ -21,6 +21,7 @@ SUMMARY = {
     "cloning_slippery": ("supervision: cloning of the best action", "success_probability"),
     "natural_deterministic": (OURS, "success_probability"),
     "thought_search_dry": (f"{OURS}: it searches the map in its thought", "percent_of_optimal"),
+    "thought_search_slippery_80": (f"{OURS}: it searches the map in its thought", "percent_of_optimal"),
     "random_maps_dry_ways_250": (TOLD, "percent_of_optimal"),
     "random_maps_slippery_ways_250": (TOLD, "percent_of_optimal"),
 }

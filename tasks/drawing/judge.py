@@ -67,6 +67,15 @@ class Score:
         return sum(share == PERFECT for share in self.shares)
 
 
+def percent(share: float) -> str:
+    """In whole percent; 100 for all pixels alone.
+
+    >>> percent(1.0), percent(0.999)
+    ('100%', '99%')
+    """
+    return f"{share if share == PERFECT else min(share, 0.99):.0%}"
+
+
 def read_found(file: Path) -> dict | None:
     """The best program of a training: `share`, `generation` (from 1), `code`; None where there is no file yet."""
     if not file.exists():
@@ -133,7 +142,7 @@ class DrawingJudge:
     def judgement(self, answers: Mapping) -> Judgement:
         score = self.score(answers)
         count = len(score.shares)
-        now = f"{score.perfect} of {count} programs draw it, the best has {score.best:.0%} of the pixels"
+        now = f"{score.perfect} of {count} programs draw it, the best has {percent(score.best)} of the pixels"
         found = self.found()
         if found and found["share"] == PERFECT:
             verdict = f"{self.target.name} solved by program {found['generation']:,} of the training; now {now}"
@@ -176,12 +185,14 @@ class DrawingJudge:
             low, high = wilson_interval(score.perfect, count)
             failed = sum(score.errors.values()) / count
             table.add_row(
-                name, f"{score.best:.0%}", f"{score.mean:.0%}", str(count), f"{score.perfect / count:.0%}",
+                name, percent(score.best), f"{score.mean:.0%}", str(count), f"{score.perfect / count:.0%}",
                 f"{low:.0%} to {high:.0%}", f"{failed:.0%}", ", ".join(kind for kind, _ in score.errors.most_common(1)),
             )  # fmt: skip
         lines = []
         if found := self.found():
-            solved = "the first perfect program" if found["share"] == PERFECT else f"the best, {found['share']:.0%},"
+            solved = (
+                "the first perfect program" if found["share"] == PERFECT else f"the best, {percent(found['share'])},"
+            )
             lines.append(f"While training {solved} was number {found['generation']:,}.")
         return Comparison(show(table, *lines), partial(self._save, scores, baselines, found))
 
@@ -202,7 +213,7 @@ class DrawingJudge:
         pictures: dict[str, Grid | None] = {"target": self.target.wanted}
         if found:
             outcome = self.sandbox.run_all([found["code"]], self.target.given)[0]
-            pictures[f"found, {found['share']:.0%}"] = outcome.grid
-        pictures |= {f"{name}, {score.best:.0%}": score.best_grid for name, score in scores.items()}
+            pictures[f"found, {percent(found['share'])}"] = outcome.grid
+        pictures |= {f"{name}, {percent(score.best)}": score.best_grid for name, score in scores.items()}
         figure = grids_figure(pictures, self.target.name)
         save_judgement(folder, json.dumps(content, indent=1) + "\n", figure)

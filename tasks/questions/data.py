@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import random
 import re
 import unicodedata
@@ -13,7 +12,7 @@ from pathlib import Path
 from llm_policy.chat import Messages
 from llm_policy.errors import InputError
 from llm_policy.models import first_line
-from llm_policy.reading import read_text
+from llm_policy.reading import parse_json, read_text
 from llm_policy.run_files import ROOT
 
 SAMPLES = "samples"  # the name of the questions that come with this repository
@@ -225,14 +224,14 @@ def _records(name: str, samples: Path) -> Iterator[tuple[str, Fields]]:
             numbered = [(rows.line_num, row) for row in rows]
         else:
             lines = enumerate(text.split("\n"), start=1)
-            numbered = [(number, json.loads(line)) for number, line in lines if line.strip()]
+            numbered = [(number, parse_json(line)) for number, line in lines if line.strip()]
     except FileNotFoundError:
         raise InputError(
             f"dataset {name}: no such file; give a file that is there, or leave the option out for the bundled samples"
         ) from None
     except UnicodeDecodeError as error:
         raise InputError(f"dataset {name}: byte {error.start} is not UTF-8; save it as UTF-8") from None
-    except (OSError, ValueError, RecursionError, csv.Error) as error:
+    except (OSError, ValueError, csv.Error) as error:
         said = " ".join(str(error).split())
         kind = "a line of names, then fields with commas" if path.suffix == ".csv" else "a JSON object per line"
         raise InputError(f"dataset {name}: cannot be read ({said}); expected {kind}") from None

@@ -53,6 +53,11 @@ class QuestionTask:
     def make_task(self, arguments, training: GRPOConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
         if arguments.split_seed is None:
             arguments = replace(arguments, split_seed=training.seed)
+        if arguments.test_dataset and arguments.test_share != QuestionArguments.test_share:
+            raise InputError(
+                f"--test_share {arguments.test_share:g}: nothing of --dataset is held out beside --test_dataset "
+                f"{arguments.test_dataset}; leave one of the two out"
+            )
         trained, judged = self.questions(arguments)
         if not trained:
             raise InputError(
