@@ -583,7 +583,7 @@ BAD_INPUT = [
         ["--objective", "natural", "--multi_objective_aggregation", "normalize_then_sum"],
         "--multi_objective_aggregation normalize_then_sum: under natural the luck",
     ),
-    (["--warm_start_folder", "{tmp}/file"], "--warm_start_folder {tmp}/file: cannot be written"),
+    (["--warm_start_folder", "{tmp}/file"], "--warm_start_folder {tmp}/file: is a file; name a folder"),
     (["--multi_objective_aggregation", "foo"], "--multi_objective_aggregation 'foo': expected one of"),
     (["--use_vllm", "true"], "--use_vllm true: needs vllm, 0.22 to 0.31"),
     (

@@ -428,6 +428,12 @@ def test_what_has_reached_the_threshold_is_not_taught_further(tmp_path, monkeypa
     assert report["steps"] == 2
 
 
+def test_a_shared_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=r"--warm_start_folder .*: cannot be written \(.*\); name another folder"):
+        started(tmp_path / "file/shared/seed-0", warm_start="always", warm_start_folder=str(tmp_path / "file/shared"))
+
+
 def test_a_shared_one_that_another_run_has_just_made_is_not_written_over(tmp_path, monkeypatch):
     """It ended its own between our look into the folder and our lock."""
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 import torch
@@ -87,6 +88,8 @@ class WarmStartArguments:
 
     def __post_init__(self) -> None:
         check_choices(self, {"warm_start": WARM_STARTS})
+        if (shared := Path(self.warm_start_folder)).exists() and not shared.is_dir():
+            raise InputError(f"--warm_start_folder {shared}: is a file; name a folder")
 
     @property
     def shared_warm_start(self) -> str:
@@ -140,8 +143,8 @@ class ScriptArguments(WarmStartArguments):
 
 def check_arguments(script: ScriptArguments, training: GRPOConfig, model: ModelConfig) -> None:
     """`InputError` for options that cannot be honoured, alone or together."""
-    _check_objective(script, training)
     check_choices(training, TRL_CHOICES)
+    _check_objective(script, training)
     if training.eval_strategy != "no":
         kind = training.eval_strategy.value
         raise InputError(f"--eval_strategy {kind}: evaluation is this script's, --evaluate_steps")
