@@ -123,7 +123,9 @@ def make_task(arguments: Arguments, training: GRPOConfig, tokenizer: PreTrainedT
     settings = settings_of(lakes, arguments.observation, arguments.thought)
     judge = TableJudge(lakes, words, reader, settings, arguments.episodes, training.seed, named_policies=shortest)
     thoughts_count = arguments.thought != "place"
-    return table_task(arguments, training, tokenizer, words, expert, source, judge, thoughts_count)
+    return table_task(
+        arguments, training, tokenizer, words, expert, source, judge, thoughts_count, is_computed=arguments.draws_maps
+    )
 
 
 def make_judge(settings: Mapping, reader: Reader, episodes: int, seed: int) -> TableJudge:

@@ -348,6 +348,7 @@ def table_task(
     source: str,
     judge: TableJudge,
     thoughts_count: bool = False,
+    is_computed: bool = False,
 ) -> Task:
     """A task from the expert's table.
 
@@ -356,6 +357,8 @@ def table_task(
         source: where it is from, for the linter's lines.
         judge: of the maps of the last table.
         thoughts_count: the warm start goes on until the thoughts are true, and not only well-formed.
+        is_computed: the Q-values follow from the environments. Processors, and numbers of threads, round them
+            otherwise, and a run may be resumed on another one.
     """
     actions = expert["environment"].iloc[0].actions
     shaping = RewardShaping(arguments.reward_shape, arguments.optimal_bonus, arguments.cap_bonus)
@@ -413,7 +416,7 @@ def table_task(
             "policy/optimal_states": "optimal states",
             "sampled/true_thoughts": "true thoughts",
         },
-        source=all_rows,
+        source=[{**row, "q_values": "exact"} for row in all_rows] if is_computed else all_rows,
         lint=findings,
     )
 
@@ -480,7 +483,18 @@ def single_environment_task(
     words, settings = words_of(arguments.observation, arguments.thought), arguments.words_settings()
     judge = TableJudge([environment], words, reader, settings, arguments.episodes, training.seed)
     thoughts_count = "thought" in settings
-    return table_task(arguments, training, tokenizer, words, expert, source, judge, thoughts_count=thoughts_count)
+    is_computed = not arguments.expert_csv
+    return table_task(
+        arguments,
+        training,
+        tokenizer,
+        words,
+        expert,
+        source,
+        judge,
+        thoughts_count=thoughts_count,
+        is_computed=is_computed,
+    )
 
 
 def single_environment_judge(

@@ -9,6 +9,7 @@ from tiny_models import tiny_tokenizer
 from trl import GRPOConfig
 
 import tasks.frozen_lake
+import tasks.tabular
 from llm_policy.chat import Reader
 from llm_policy.completions import parse_completion
 from llm_policy.environments.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
@@ -281,6 +282,23 @@ def test_a_thought_that_looks_has_to_be_true(thought, tmp_path):
 
 
 # The exact expert --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["frozen_lake", "taxi"])
+def test_a_run_is_resumed_where_exact_q_values_are_rounded_otherwise(name, tmp_path, monkeypatch):
+    """One thread and two of the same processor differ in the last digits: "the data changed", it said."""
+    module = tasks.task_module(name)
+    arguments = module.Arguments(**({"random_maps": 3, "test_maps": 1} if name == "frozen_lake" else {}))
+    training = GRPOConfig(output_dir=str(tmp_path), bf16=False, fp16=False)
+    begun = module.make_task(arguments, training, tiny_tokenizer("llama", 384, False))
+    monkeypatch.setattr(tasks.tabular, "optimal_q", lambda *arguments: optimal_q(*arguments) * (1 + 1e-13))
+    resumed = module.make_task(arguments, training, tiny_tokenizer("llama", 384, False))
+    assert resumed.rows != begun.rows
+    assert resumed.source == begun.source
+    # What a CSV says counts to the last digit
+    arguments = tasks.frozen_lake.Arguments(expert_csv=str(CSV))
+    lake = tasks.frozen_lake.make_task(arguments, training, tiny_tokenizer("llama", 384, False))
+    assert lake.source == lake.rows
 
 
 def test_random_maps_are_those_of_a_csv(tmp_path, capsys):
