@@ -3,17 +3,7 @@
 import os
 import signal
 
-import pytest
-
 from llm_policy.interruption import Interruption
-
-
-@pytest.fixture(autouse=True)
-def handlers():
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 def test_a_shells_ctrl_c_does_not_reach_what_was_put_aside():
