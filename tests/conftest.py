@@ -107,6 +107,12 @@ def interrupted_at_step(number: int, train: Callable[[], object]) -> None:
             train()
 
 
+def pytest_configure():
+    """Under nohup, or put aside with &, these are ignored, and so in every process that a test starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.fixture(autouse=True)
 def signal_handlers():
     """A training run in this process sets its own and leaves them."""
