@@ -312,7 +312,7 @@ def _ask(
                     "seconds": round(answer.seconds, 3),
                 }
             )
-        elif record["prompt"] != prompt or record["parameters"] != _named(space, record["answer"]):
+        elif record["prompt"] != prompt or not _is_as_read(space, record):
             raise _other_run(log, iteration)
         if record["parameters"] is not None:
             return tuple(record["parameters"]), None
@@ -322,12 +322,10 @@ def _ask(
     return None, error
 
 
-def _named(space: PolicySpace, text: str) -> list[float] | None:
-    """The parameters in an answer, as they are recorded."""
-    try:
-        return list(space.read_answer(text))
-    except AnswerError:
-        return None
+def _is_as_read(space: PolicySpace, record: dict) -> bool:
+    """Whether a recorded answer names the parameters that are recorded with it."""
+    parameters, _ = _read(space, Answer(record["answer"]))
+    return record["parameters"] == (None if parameters is None else list(parameters))
 
 
 def _read(space: PolicySpace, answer: Answer) -> tuple[Parameters | None, str | None]:
