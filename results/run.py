@@ -194,13 +194,13 @@ def with_kept_seeds(command: Command, command_file: Path) -> Command:
 def run_to_its_end(command: Sequence[str]) -> int:
     """The exit code of `command`. Signals are handed on, so that the run writes its checkpoint and leaves."""
     child = subprocess.Popen(command, cwd=ROOT, start_new_session=True)  # or a Ctrl-C would reach it twice
-    handed_on = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    known = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+    handed_on = [number for number in known if signal.getsignal(number) is not signal.SIG_IGN]  # nohup's SIGHUP
 
     def hand_on(number: int, _frame) -> None:  # a terminal that goes is a request to end, which runs know as SIGTERM
         child.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
-    is_ignored = {number for number in handed_on if signal.getsignal(number) is signal.SIG_IGN}  # nohup's SIGHUP
-    before = {number: signal.signal(number, hand_on) for number in handed_on if number not in is_ignored}
+    before = {number: signal.signal(number, hand_on) for number in handed_on}
     try:
         return child.wait()
     finally:

@@ -485,15 +485,7 @@ def single_environment_task(
     thoughts_count = "thought" in settings
     is_computed = not arguments.expert_csv
     return table_task(
-        arguments,
-        training,
-        tokenizer,
-        words,
-        expert,
-        source,
-        judge,
-        thoughts_count=thoughts_count,
-        is_computed=is_computed,
+        arguments, training, tokenizer, words, expert, source, judge, thoughts_count, is_computed=is_computed
     )
 
 

@@ -131,6 +131,10 @@ def test_an_adapter_to_train_further_is_merged_into_its_model(tmp_path):
     model, _, folders = adapters.model_to_train(options_of(tmp_path / "adapter"), torch.device("cpu"))
     assert folders == [tmp_path / "adapter"]
     torch.testing.assert_close(model(IDS).logits, adapted(IDS).logits, rtol=1e-4, atol=1e-4)
+    # Half of a policy, beside the warm start that it stands on, is not
+    (tmp_path / "warm_start").mkdir()
+    with pytest.raises(InputError, match=f"trained on top of another adapter; name the run's folder, {tmp_path}"):
+        adapters.model_to_train(options_of(tmp_path / "adapter"), torch.device("cpu"))
 
 
 def test_embeddings_that_are_the_head_as_well_are_refused(tmp_path):
