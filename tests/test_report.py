@@ -656,6 +656,10 @@ def test_questions_section(results):
         "50.0 (50.0 [15 to 85], 50.0 [15 to 85])", "2, 0 (p 0.5); 1, 0 (p 1)", "map 75%, sea 25%", "10, 10",
         WHEN,
     ]  # fmt: skip
+    file = results / "questions/riddles/seed-1/evaluation.json"
+    file.write_text(file.read_text().replace('{"best constant answer (map)": 0.25}', "{}"))
+    with pytest.raises(InputError, match=r"^results/questions/riddles/seed-1: its files are damaged"):
+        report.all_sections(lakes.training_results())
 
 
 def write_arc(results, right_of: dict[str, int]) -> None:
@@ -821,12 +825,16 @@ def test_a_copy_beside_the_seeds_is_none(results):
     assert "dry" not in lakes.training_results()
 
 
-def test_a_damaged_search_speed_or_document_is_one_line(results):
+@pytest.mark.parametrize(("written", "damaged"), [("0.3", '"x"'), ('"published"', '"public"'), ('".16"', "[]")])
+def test_a_damaged_search_is_one_line(results, written, damaged):
     write_search(results / "policy_search/props_frozen_lake")
     file = results / "policy_search/props_frozen_lake/seed-1/evaluation.json"
-    file.write_text(file.read_text().replace("0.3", '"x"'))
+    file.write_text(file.read_text().replace(written, damaged))
     with pytest.raises(InputError, match=r"^results/policy_search/props_frozen_lake/seed-1: its files are damaged"):
         report.all_sections(lakes.training_results())
+
+
+def test_a_damaged_speed_or_document_is_one_line(results):
     (results / "speed/step_time").mkdir(parents=True)
     (results / "speed/step_time/a.json").write_text("{}")
     with pytest.raises(InputError, match=r"^results/speed/step_time/a\.json: its files are damaged"):

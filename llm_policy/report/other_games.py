@@ -21,6 +21,12 @@ from llm_policy.report.studies import (
 )
 
 
+class GameEvaluation(BaseModel, strict=True):
+    """What the tables take from evaluation.json beside its rows."""
+
+    env_id: str
+
+
 class GameRow(BaseModel, strict=True):
     """What the tables take from a row of evaluation.json."""
 
@@ -39,7 +45,7 @@ def other_games() -> dict[str, list[dict]]:
 
 def games_of(folder: Path) -> list[dict]:
     """The evaluations of one result, their rows by name."""
-    return evaluations(folder, lambda evaluation: rows_by_name(evaluation, GameRow, TRAINED))
+    return evaluations(folder, GameEvaluation, lambda evaluation: rows_by_name(evaluation, GameRow, TRAINED))
 
 
 def where(seed: dict) -> str:

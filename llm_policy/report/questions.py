@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from pydantic import BaseModel, FiniteFloat
+from pydantic import BaseModel, Field, FiniteFloat
 
 from llm_policy.report import files
 from llm_policy.report.cells import each, link, listed, markdown
@@ -25,6 +25,13 @@ from llm_policy.report.studies import (
     rows_by_name,
 )
 from llm_policy.statistics import mcnemar_p, wilson_interval
+
+
+class QuestionEvaluation(BaseModel, strict=True):
+    """What the table takes from evaluation.json beside its rows."""
+
+    baselines: dict[str, FiniteFloat] = Field(min_length=1)
+    questions: list[object]
 
 
 class QuestionRow(BaseModel, strict=True):
@@ -55,7 +62,7 @@ def question_results() -> dict[str, list[dict]]:
 
 def asked_of(folder: Path) -> list[dict]:
     """`evaluation.json` of the finished seeds of one training on questions, and its minutes."""
-    return evaluations(folder, lambda evaluation: rows_by_name(evaluation, QuestionRow, TRAINED))
+    return evaluations(folder, QuestionEvaluation, lambda evaluation: rows_by_name(evaluation, QuestionRow, TRAINED))
 
 
 def questions_section(runs: Mapping[str, list[dict]]) -> str:

@@ -12,6 +12,16 @@ from llm_policy.report.lakes import SUMMARY_LAKE
 from llm_policy.report.studies import SEARCH, TRAINED, evaluations, results_of, rows_by_name
 
 
+class SearchEvaluation(BaseModel, strict=True):
+    """What the table takes from evaluation.json beside its rows."""
+
+    env_id: str
+    env_options: dict[str, object] = {}
+    horizon_steps: int
+    searched: str
+    published: dict[str, str]
+
+
 class SearchRow(BaseModel, strict=True):
     """What the table takes from a row of evaluation.json."""
 
@@ -27,7 +37,9 @@ def policy_searches() -> dict[str, list[dict]]:
 
 def searches_of(folder: Path) -> list[dict]:
     """`evaluation.json` of the finished seeds of one policy search, and its minutes."""
-    return evaluations(folder, lambda evaluation: rows_by_name(evaluation, SearchRow, evaluation["searched"]))
+    return evaluations(
+        folder, SearchEvaluation, lambda evaluation: rows_by_name(evaluation, SearchRow, evaluation["searched"])
+    )
 
 
 def is_slippery_lake(seed: Mapping) -> bool:

@@ -48,12 +48,13 @@ def finished_seeds(folder: Path, names: Iterable[str]) -> list[Path]:
     return sorted(finished, key=lambda seed: int(seed.name.removeprefix("seed-")))
 
 
-def evaluations(folder: Path, rows_of: Callable[[dict], dict[str, dict]]) -> list[dict]:
-    """`evaluation.json` of the finished seeds of one result, with its `policies` by name, and its minutes."""
+def evaluations(folder: Path, kind: type[BaseModel], rows_of: Callable[[dict], dict[str, dict]]) -> list[dict]:
+    """`evaluation.json` of the finished seeds of one result, of that kind, its `policies` by name, and its minutes."""
     found = []
     for seed in finished_seeds(folder, ("evaluation.json", "run.json", "minutes.txt")):
         with files.whole(seed):
             evaluation, minutes = files.read_json(seed / "evaluation.json"), read_minutes(seed)
+            kind.model_validate(evaluation)
             own = {"policies": rows_of(evaluation), "minutes": minutes, "made": made(seed / "run.json")}
             found.append(evaluation | own)
     return found
