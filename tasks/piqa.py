@@ -12,13 +12,11 @@ from tasks.questions.data import (
     Fields,
     Question,
     QuestionWords,
-    held_out,
-    keys_of,
     read_questions,
     text_of,
     with_options,
 )
-from tasks.questions.task import QuestionArguments, QuestionTask
+from tasks.questions.task import QuestionArguments, QuestionTask, split
 
 Arguments = QuestionArguments
 LABELS = {0: 0, 1: 1, "0": 0, "1": 1}
@@ -35,13 +33,8 @@ def physical_question(record: Fields, draw: random.Random) -> Question:
 
 
 def physical_questions(arguments: QuestionArguments) -> tuple[list[Question], list[Question]]:
-    seed, samples = arguments.split_seed, SAMPLES_FOLDER / "piqa.jsonl"
-    trained = read_questions(arguments.dataset, samples, physical_question, seed)
-    if not arguments.test_dataset:
-        return held_out(trained, arguments.test_share, seed)
-    judged = read_questions(arguments.test_dataset, samples, physical_question, seed)
-    known = set().union(*map(keys_of, judged))
-    return [question for question in trained if not known & keys_of(question)], judged
+    samples, seed = SAMPLES_FOLDER / "piqa.jsonl", arguments.split_seed
+    return split(arguments, lambda name: read_questions(name, samples, physical_question, seed))
 
 
 WORDS = QuestionWords("Which way reaches the goal?", "I compare both ways.")

@@ -21,14 +21,12 @@ from tasks.questions.data import (
     Question,
     QuestionWords,
     asked,
-    held_out,
-    keys_of,
     normalised,
     read_questions,
     text_of,
     whole_characters,
 )
-from tasks.questions.task import QuestionArguments, QuestionTask
+from tasks.questions.task import QuestionArguments, QuestionTask, split
 
 PYRIDDLE = "pyriddle"
 
@@ -114,18 +112,7 @@ def pyriddle_records() -> list[tuple[str, Fields]]:
 def riddles(arguments: Arguments) -> tuple[list[Question], list[Question]]:
     """(to train on, to judge on): no answer is on both sides. With `--options` the wrong options are not, either."""
     seed = arguments.split_seed
-    trained = read_riddles(arguments.dataset, seed)
-    if arguments.test_dataset:
-        judged = read_riddles(arguments.test_dataset, seed)
-        known = set().union(*map(keys_of, judged))
-        texts = {asked(question.text) for question in judged}
-        others = [q for q in trained if not known & keys_of(q) and (q.options or asked(q.text) not in texts)]
-        if len(others) < len(trained) and arguments.dataset != arguments.test_dataset:  # as where a run is judged
-            left_out = f"{len(trained) - len(others)} riddles left out of training"
-            print(f"{left_out}: their answers or questions are among those of --test_dataset", flush=True)
-        trained = others
-    else:
-        trained, judged = held_out(trained, arguments.test_share, seed)
+    trained, judged = split(arguments, lambda name: read_riddles(name, seed))
     if arguments.options:
         trained, judged = (with_other_answers(side, arguments.options, seed) for side in (trained, judged))
     if arguments.by_letter:

@@ -78,7 +78,7 @@ def test_it_trains(objective, answering_llama, tmp_path):
     assert "trained, greedy" in names
 
 
-def test_what_is_judged_is_not_trained_on_whatever_the_order_of_the_ways(tmp_path):
+def test_what_is_judged_is_not_trained_on_whatever_the_order_of_the_ways(tmp_path, capsys):
     """Ways are shuffled by the number of the row: the same question stands elsewhere in another file."""
     rows = [ROW | {"goal": f"Goal {n}."} for n in range(40)]
     for name, those in (("all", rows), ("half", rows[20:])):
@@ -87,3 +87,4 @@ def test_what_is_judged_is_not_trained_on_whatever_the_order_of_the_ways(tmp_pat
     trained, judged = physical_questions(Arguments(**files, split_seed=0))
     assert {question.text for question in trained} == {row["goal"] for row in rows[:20]}
     assert len(judged) == 20
+    assert capsys.readouterr().out.startswith("20 questions are left out of training: --test_dataset holds")

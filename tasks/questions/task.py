@@ -19,7 +19,7 @@ from llm_policy.errors import InputError
 from llm_policy.run_files import checksum
 from tasks import Task
 from tasks.linter import Finding, cut_replies, prompt_tokens, same_prompts
-from tasks.questions.data import SAMPLES, Question, QuestionWords, normalised
+from tasks.questions.data import SAMPLES, Question, QuestionWords, asked, held_out, keys_of, normalised
 from tasks.questions.judge import QuestionJudge
 from tasks.questions.rewards import CORRECT, FORM, REWARDS, SHORT, legal_rewards
 
@@ -40,6 +40,25 @@ class QuestionArguments:
     split_seed: int | None = field(
         default=None, metadata={"help": "Seed of the split and of the order of the options. Default: --seed."}
     )
+
+
+def split(arguments: QuestionArguments, read: Callable[[str], list[Question]]) -> tuple[list[Question], list[Question]]:
+    """(to train on, to judge on): a part of the dataset held out, or all of the other one, and nothing on both sides.
+
+    Args:
+        read: name of a dataset -> its questions.
+    """
+    questions = read(arguments.dataset)
+    if not arguments.test_dataset:
+        return held_out(questions, arguments.test_share, arguments.split_seed)
+    judged = read(arguments.test_dataset)
+    known = set().union(*map(keys_of, judged))
+    texts = {asked(question.text) for question in judged}
+    trained = [q for q in questions if not known & keys_of(q) and (q.options or asked(q.text) not in texts)]
+    if len(trained) < len(questions) and arguments.dataset != arguments.test_dataset:  # as where a run is judged
+        left_out = f"{len(questions) - len(trained)} questions are left out of training"
+        print(f"{left_out}: --test_dataset holds their text or their answer", flush=True)
+    return trained, judged
 
 
 @dataclass(frozen=True)
