@@ -18,7 +18,7 @@ announce(__name__)
 
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import ModuleType
 
@@ -52,10 +52,8 @@ CHOICES = (*OVERRIDES, "episodes", "max_completion_length")
 WORDS = ("observation", "thought", "max_completion_length")  # in which a language model is asked
 OF_LANGUAGE_MODELS = (*WORDS, "dtype")
 OWN_FILES = (EVALUATION_FILE, PICTURE_FILE, THOUGHTS_FILE)
-# What all runs of one table must have in common, and the task that has it (None: all)
-SHARED = {"task": None, "maps": "frozen_lake", "is_slippery": "frozen_lake", "target": "drawing", "wanted": "drawing"}
-# What decides on which questions a run of riddles or PIQA is judged
-ASKED = ("dataset", "test_dataset", "test_share", "test_questions", "split_seed", "options", "by_letter", "held_out")
+# What run.json says of what a run is judged on: the option that says it anew, and what it is called
+SAID_BY = {"maps": ("map", "maps"), "held_out": ("test_dataset", "questions")}
 
 
 @dataclass
@@ -110,36 +108,38 @@ def task_of(settings: dict) -> str:
 
 
 def shared_settings(runs: dict[str, dict], arguments: EvaluationArguments) -> dict:
-    """Task, maps, dynamics and, if they agree on them, words of all runs among the policies.
+    """Task, what is judged on and, if they agree on it, all else that the judge of the runs among the policies needs.
 
-    `InputError` where they differ in what one table must have in common.
+    `InputError` where they differ in what one table must have in common: what their task names in `JUDGED_ON`.
     """
     if arguments.task and getattr(task_module(arguments.task), "JUDGES_ANY_RUN", False):
         if others := [name for name, settings in runs.items() if "algorithm" in settings]:
             raise InputError(f"--policies {others[0]}: --task {arguments.task} judges language models; leave it out")
         return {}
     known = {name: settings for name, settings in runs.items() if settings}
-    shared: dict = {"task": arguments.task} if arguments.task and known else {}
+    if not known:
+        return {}
     for name, settings in known.items():
         if arguments.task not in (None, task_of(settings)):
             raise InputError(
                 f"--task {arguments.task}: {name} belongs to the task {task_of(settings)}; leave --task out"
             )
-    for key, owner in SHARED.items():
-        option = "map" if key == "maps" else key
+    together = f"--policies {', '.join(known)}: these runs were judged on different"
+    if len(tasks := {task_of(settings) for settings in known.values()}) > 1:
+        raise InputError(f"{together} task; judge them one by one")
+    shared: dict = {"task": tasks.pop()}
+    module = task_module(shared["task"])
+    for key in getattr(module, "JUDGED_ON", ()):
+        option, called = SAID_BY.get(key, (key, key))
         if getattr(arguments, option, None) is not None:
             continue
+        is_choice = hasattr(arguments, option)
         for name, settings in known.items():
-            if owner not in (None, task_of(settings)):
-                continue
-            remedy = f"give --{option}" if owner and hasattr(arguments, option) else ""
-            if key not in settings and key != "task":
-                raise InputError(f"--policies {name}: run.json names no {option}; {remedy or 'train again'}")
-            value = task_of(settings) if key == "task" else settings[key]
-            if value != shared.setdefault(key, value):
-                others = ", ".join(known)
-                remedy = "judge them one by one" + (f" or {remedy}" if remedy else "")
-                raise InputError(f"--policies {others}: these runs were judged on different {key}; {remedy}")
+            if key not in settings:
+                remedy = f"give --{option}" if is_choice else "train again"
+                raise InputError(f"--policies {name}: run.json names no {option}; {remedy}")
+            if settings[key] != shared.setdefault(key, settings[key]):
+                raise InputError(f"{together} {called}; judge them one by one" + f" or give --{option}" * is_choice)
     limits = {settings.get("horizon_steps") for settings in known.values() if "algorithm" in settings} - {None}
     if len(limits) > 1 and arguments.horizon_steps is None:
         raise InputError(
@@ -148,26 +148,12 @@ def shared_settings(runs: dict[str, dict], arguments: EvaluationArguments) -> di
         )
     if limits:
         shared["horizon_steps"] = limits.pop()
-    for key in WORDS:  # in which a model without a run is asked as well
-        said = {settings.get(key) for settings in known.values() if "algorithm" not in settings}
-        if len(said) == 1 and said != {None}:
-            shared[key] = said.pop()
-    return shared | shared_questions(known, arguments)
-
-
-def shared_questions(known: dict[str, dict], arguments: EvaluationArguments) -> dict:
-    """What decides on which questions, with which options in which order, the runs among the policies are judged."""
-    runs = {name: settings for name, settings in known.items() if "held_out" in settings}
-    if arguments.test_dataset is None and len({settings["held_out"] for settings in runs.values()}) > 1:
-        raise InputError(
-            f"--policies {', '.join(runs)}: these runs were judged on different questions; judge them one by one or "
-            "give --test_dataset"
-        )
-    first = next(iter(runs.values()), {})
-    for key in ("options", "by_letter"):
-        if len({settings.get(key) for settings in runs.values()}) > 1:
-            raise InputError(f"--policies {', '.join(runs)}: these runs differ in --{key}; judge them one by one")
-    return {key: first[key] for key in ASKED if key in first}
+    options = [option.name for option in fields(module.Arguments)] if hasattr(module, "Arguments") else []
+    for key in {*WORDS, *options} - set(shared):  # a model without a run is asked as they are
+        said = [settings.get(key) for settings in known.values() if "algorithm" not in settings]
+        if said and said[0] is not None and all(value == said[0] for value in said):
+            shared[key] = said[0]
+    return shared
 
 
 def judge_of(arguments: EvaluationArguments, settings: dict, reader: Reader | None) -> Judge:
@@ -183,7 +169,7 @@ def judge_of(arguments: EvaluationArguments, settings: dict, reader: Reader | No
     for name, value in given.items():
         if name not in getattr(module, "JUDGE_OPTIONS", ()):
             raise InputError(f"--{name} {value}: the task {task} has no such choice; leave it out")
-    for name, replaced in (("map", "maps"), ("test_dataset", "held_out")):
+    for replaced, (name, _) in SAID_BY.items():
         if getattr(arguments, name) is not None:
             settings = {key: value for key, value in settings.items() if key != replaced}
     above = {name: value for name, value in given.items() if name in OVERRIDES}

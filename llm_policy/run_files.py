@@ -278,6 +278,9 @@ class RunSettings(BaseModel, strict=True, extra="allow"):
     bnb_4bit_quant_type: str = "nf4"
     use_bnb_nested_quant: bool = False
     on_adapter: bool = False
+    target: str = ""
+    wanted: list[list[int]] = [[0]]
+    show_functions: bool = False
     made_from: dict[str, str] = {}
     resumed: list[dict[str, str]] = []
 

@@ -11,9 +11,10 @@ A task whose policies `evaluate_policy.py` can judge without its training data h
                                                   `first_prompt`, `baseline_answers` and `reader`, too
                                                   (tasks/tabular.py)
 
-`JUDGE_OPTIONS` beside it names what it reads of those options of evaluate_policy.py that not every task has. A module
-with `make_judge` alone is judged and not trained. With `JUDGES_ANY_RUN` it judges runs of other tasks; a judge with
-`draws_samples = False` is asked for greedy answers alone.
+`JUDGE_OPTIONS` beside it names what it reads of those options of evaluate_policy.py that not every task has, and
+`JUDGED_ON` those settings of its judge in which all runs of one table must agree. A module with `make_judge` alone is
+judged and not trained. With `JUDGES_ANY_RUN` it judges runs of other tasks; a judge with `draws_samples = False` is
+asked for greedy answers alone.
 """
 
 import importlib

@@ -29,6 +29,7 @@ from tasks.tabular import ExpertArguments, TableJudge, Words, exact_expert, held
 JUDGE_OPTIONS = (
     "map", "is_slippery", "observation", "thought", "horizon_steps", "episodes", "max_completion_length",
 )  # fmt: skip
+JUDGED_ON = ("maps", "is_slippery")
 
 
 @dataclass

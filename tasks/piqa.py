@@ -40,4 +40,5 @@ def physical_questions(arguments: QuestionArguments) -> tuple[list[Question], li
 WORDS = QuestionWords("Which way reaches the goal?", "I compare both ways.")
 TASK = QuestionTask(WORDS, Arguments, physical_questions)
 JUDGE_OPTIONS = ("test_dataset", "max_completion_length")
+JUDGED_ON = ("held_out",)
 make_task, make_judge = TASK.make_task, TASK.make_judge

@@ -130,4 +130,5 @@ def _with_letters(question: Question) -> Question:
 WORDS = QuestionWords("Solve the riddle.", "I look for what fits every clue.")
 TASK = QuestionTask(WORDS, Arguments, riddles)
 JUDGE_OPTIONS = ("test_dataset", "max_completion_length")
+JUDGED_ON = ("held_out", "options", "by_letter")
 make_task, make_judge = TASK.make_task, TASK.make_judge

@@ -26,7 +26,7 @@ from tasks.drawing.judge import DrawingJudge
 from tasks.drawing.programs import cleaned, share_of_equal_pixels
 from tasks.drawing.sandbox import FUNCTIONS, LONGEST_CODE, Sandbox, code_of
 from tasks.drawing.targets import empty, plain_program, random_program, read_target, squares, vertical_lines
-from tasks.drawing.task import PixelReward, RandomDrawings, keep_best, scored
+from tasks.drawing.task import PixelReward, RandomDrawings, keep_best, read_found, scored
 from tasks.drawing.words import messages, picture_text, reply
 
 
@@ -88,6 +88,20 @@ def test_they_are_the_same_outside_of_the_sandbox(sandbox, body):
     assert names["img"].rows == drawn(sandbox, body).grid
 
 
+@pytest.mark.parametrize(
+    ("line", "pixels"),
+    [
+        ("(0, 0), (0, 10**12)", 4),
+        ("(0, 0), (-(10**9), -(10**9))", 1),
+        ("(1, 3), (1, -2)", 4),
+        ("(-1, -1), (9, 9)", 3),
+    ],
+)
+def test_a_line_out_of_the_picture_ends(sandbox, line, pixels):
+    outcome = drawn(sandbox, f"draw_line(img, {line}, 1)")
+    assert sum(map(sum, outcome.grid)) == pixels
+
+
 @pytest.mark.parametrize("body", ["draw_horizontal_line(img, 3, 1)", "draw_vertical_line(img, -1, 1)"])
 def test_a_row_or_column_that_is_not_there_is_an_error(sandbox, body):
     outcome = drawn(sandbox, body)
@@ -108,6 +122,10 @@ HOSTILE = {
     "deep brackets": ("x = " + "(" * 5000 + ")" * 5000, "parse"),
     "endless loop": ("def task(img):\n    while True:\n        pass", "timeout"),
     "endless outside": ("while True:\n    pass", "timeout"),
+    "endless where the host asks": (
+        "def type(x):\n    while True:\n        pass\ndef task(img):\n    return img",
+        "timeout",
+    ),
     "swallows the limit": (
         "def task(img):\n    while True:\n        try:\n            while True:\n                pass\n"
         "        except BaseException:\n            pass",
@@ -170,20 +188,29 @@ def test_a_program_writes_nothing_on_the_terminal(sandbox, capfd):
     assert "".join(capfd.readouterr()) == ""
 
 
-def test_a_worker_that_dies_under_a_program_is_not_its_failure(monkeypatch):
+@pytest.mark.parametrize("feeds_before", range(4))
+def test_a_worker_that_dies_under_a_program_is_not_its_failure(feeds_before, monkeypatch):
     """Ctrl-C reaches all processes of a terminal's foreground, the workers among them."""
     box, tried = Sandbox(1), []
     original = sandbox_module._drawn
 
-    def interrupted(session, code, given):
-        tried.append(code)
-        if len(tried) == 1:
-            for worker in psutil.Process().children():
-                if "monty" in worker.name():
-                    worker.kill()
-        return original(session, code, given)
+    class Interrupted:
+        def __init__(self, session):
+            self.session, self.feeds = session, 0
 
-    monkeypatch.setattr(sandbox_module, "_drawn", interrupted)
+        def feed_run(self, *arguments, **options):
+            if self.feeds == feeds_before:
+                for worker in psutil.Process().children():
+                    if "monty" in worker.name():
+                        worker.kill()
+            self.feeds += 1
+            return self.session.feed_run(*arguments, **options)
+
+    def drawn(session, code, given):
+        tried.append(code)
+        return original(Interrupted(session) if len(tried) == 1 else session, code, given)
+
+    monkeypatch.setattr(sandbox_module, "_drawn", drawn)
     try:
         outcome = box.run_all(["def task(img):\n    img[0, 0] = 3\n    return img"], empty(1, 1))[0]
     finally:
@@ -289,7 +316,8 @@ def test_colors_of_squares_leave_out_the_background():
 
 
 @pytest.mark.parametrize(
-    "name", ["10-vertical-lines", "0-vertical-lines", "5-squares", "256-squares", "lines", "٣-vertical-lines"]
+    "name",
+    ["10-vertical-lines", "0-vertical-lines", "5-squares", "256-squares", "lines", "٣-vertical-lines", "a" * 999],
 )
 def test_unknown_targets(name):
     with pytest.raises(InputError, match=rf"^--target {name}: expected N-vertical-lines \(N 1 to 9\), N-squares"):
@@ -297,7 +325,7 @@ def test_unknown_targets(name):
 
 
 BAD_FILES = [
-    ("12\n1x\n", r"line 2: '1x', expected digits 0 to 9"),
+    ("12\n\n \n1x\n", r"line 4: '1x', expected digits 0 to 9"),
     ("12\n1٣\n", r"line 2: .*, expected digits 0 to 9"),
     ("12\n123\n", "rows of several lengths"),
     ("", "list, expected rows of colors"),
@@ -349,6 +377,8 @@ def test_the_prompt():
         ("Look:\n```\n12\n```", "12\n"),
         ("``` python\ndef task(img): pass\n```", "def task(img): pass\n"),
         ("````python\ndef task(img): pass\n````", "def task(img): pass\n"),
+        ("```def task(img): pass```", "def task(img): pass"),
+        ("```\ndef helper(): pass\n```\nthen\n```\ndef task(img): pass\n```", "def task(img): pass\n"),
         ("```\n```", ""),
         ("", ""),
     ],
@@ -380,6 +410,15 @@ def test_statements_that_change_nothing_are_removed(sandbox, body, expected):
     found = cleaned(code, draws)
     assert found == f"def task(img):\n    {expected}\n"
     assert draws(found) == draws(code)
+
+
+def test_cleaning_ends(sandbox, monkeypatch):
+    """A program of many slow statements would hold up a training for an hour."""
+    monkeypatch.setattr("tasks.drawing.programs.LONGEST_CLEANING_S", 0.0)
+    runs = []
+    code = "def task(img):\n    x = 1\n    y = 2\n    return img\n"
+    assert cleaned(code, lambda other: runs.append(other) or [[0]]) == code
+    assert len(runs) == 2
 
 
 def test_a_program_that_cannot_be_written_out_again_stays_as_it_is(sandbox):
@@ -445,7 +484,7 @@ def test_the_reward_and_what_it_logs(sandbox, tmp_path):
     assert reward(texts, trainer_state=state, log_metric=logged.__setitem__) == [0.5, 0.0, 0.0, 1.0]
     assert (logged["drawing/best"], logged["drawing/generations"]) == (1.0, 6 * 4)
     assert logged["drawing/solved"] == logged["drawing/parse"] == logged["drawing/timeout"] == 0.25
-    found = json.loads((tmp_path / "found.json").read_text())
+    (found,) = json.loads((tmp_path / "found.json").read_text())
     assert (found["share"], found["generation"]) == (1.0, 5 * 4 + 4)
     assert "draw_vertical_line(img, 1, 2)" in found["code"]
 
@@ -458,7 +497,7 @@ def test_the_verdict_says_what_the_training_found(sandbox, tmp_path):
     now = "0 of 1 programs draw it, the best has 50% of the pixels"
     for share, words in ((None, "not solved"), (0.5, "not solved"), (1.0, "solved by program 7 of the training")):
         if share is not None:
-            file.write_text(json.dumps({"share": share, "generation": 7, "code": ""}))
+            file.write_text(json.dumps([{"share": share, "generation": 7, "code": ""}]))
         between = "; now" if share == 1.0 else ":"
         assert judge.judgement(answers).verdict == f"2-vertical-lines {words}{between} {now}"
 
@@ -474,7 +513,7 @@ def test_programs_are_counted_over_processes_and_batches(sandbox, tmp_path, monk
     assert reward(own, trainer_state=state, log_metric=logged.__setitem__) == [0.0, 0.0]
     assert logged["drawing/generations"] == 3 * 4 + 4
     assert (logged["drawing/best"], logged["drawing/solved"], logged["drawing/parse"]) == (1.0, 0.25, 0.25)
-    assert json.loads((tmp_path / "found.json").read_text())["generation"] == 15
+    assert json.loads((tmp_path / "found.json").read_text())[-1]["generation"] == 15
     (tmp_path / "found.json").unlink()
     monkeypatch.setattr("tasks.drawing.task.processes.is_main", lambda: False)
     reward(own, trainer_state=state)
@@ -483,20 +522,30 @@ def test_programs_are_counted_over_processes_and_batches(sandbox, tmp_path, monk
 
 def test_the_best_program_is_kept(sandbox, tmp_path):
     file, wanted = tmp_path / "found.json", [[1, 2]]
-    for number, grid in enumerate(([[1, 0]], [[0, 0]], [[0, 2]], [[1, 2]], [[1, 2]])):
+
+    def draw(grid, before):
         code = f"def task(img):\n    return {grid}\n"
-        keep_best(file, scored([code], sandbox.run_all([code], [[0, 0]]), wanted), number)
-    assert json.loads(file.read_text())["generation"] == 4
-    code = "def task(img):\n    return [[1, 0]]\n"  # resumed from before: the fourth is not made yet
-    keep_best(file, scored([code], sandbox.run_all([code], [[0, 0]]), wanted), 2)
-    assert json.loads(file.read_text())["generation"] == 3
+        keep_best(file, scored([code], sandbox.run_all([code], [[0, 0]]), wanted), before)
+        return [(found["share"], found["generation"]) for found in read_found(file)]
+
+    grids = ([[1, 0]], [[0, 0]], [[0, 2]], [[1, 2]], [[1, 2]])
+    assert [draw(grid, number) for number, grid in enumerate(grids)][-1] == [(0.5, 1), (1.0, 4)]
+    # Resumed from before the fourth, which another one stands for now: the first is the best again
+    assert draw([[0, 0]], 2) == [(0.5, 1)]
+    assert draw([[1, 2]], 4) == [(0.5, 1), (1.0, 5)]
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"share": "x", "generation": 1, "code": ""}', '{"share": 1'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "[{}]", '{"share": 1', *(
+        f'[{{"share": {share}, "generation": {generation}, "code": ""}}]'
+        for share, generation in (('"x"', 1), ("NaN", 1), (7, 1), (0.5, -3), (0.5, "1.5"))
+    )],
+)  # fmt: skip
 def test_a_damaged_record_is_one_line(sandbox, tmp_path, text):
     (tmp_path / "found.json").write_text(text)
     reward = PixelReward(read_target("2-vertical-lines"), sandbox, tmp_path / "found.json")
-    with pytest.raises(InputError, match=r"found\.json: is no record of a program \(.*\); delete it") as caught:
+    with pytest.raises(InputError, match=r"found\.json: is no record of programs \(.*\); delete it") as caught:
         reward(["no program"], trainer_state=type("State", (), {"global_step": 5}))
     assert "\n" not in str(caught.value)
 
@@ -589,7 +638,7 @@ def test_what_the_training_found_is_told_and_drawn(sandbox, tmp_path, monkeypatc
         drawing_judge, "grids_figure", lambda pictures, title: shown.update(pictures) or draw(pictures, title)
     )
     perfect = "def task(img):\n    return [[1, 2], [1, 2]]\n"
-    file.write_text(json.dumps({"share": 1.0, "generation": 1234, "code": perfect}))
+    file.write_text(json.dumps([{"share": 1.0, "generation": 1234, "code": perfect}]))
     judge = DrawingJudge(read_target("2-vertical-lines"), None, sandbox, False, {}, file)
     half = {"texts": [reply("def task(img):\n    draw_vertical_line(img, 0, 1)\n    return img\n"), "no program"]}
     assert judge.judgement(half).metrics == {"best": 0.5, "mean": 0.25, "solved": 0.0, "failed": 0.5}

@@ -194,6 +194,15 @@ def test_to_name_the_task_of_a_run_changes_nothing():
     assert found[0] == found[1] == runs["runs/lines"]
 
 
+@pytest.mark.parametrize(("others", "shared"), [(True, {"show_functions": True}), (False, {})])
+def test_what_all_runs_say_is_asked_of_a_model_beside_them(others, shared):
+    about = {"task": "drawing", "target": "9-vertical-lines", "wanted": [[1]]}
+    runs = {"one": about | {"show_functions": True}, "two": about | {"show_functions": others}, "a/model": {}}
+    assert (
+        evaluate_policy.shared_settings(runs, evaluate_policy.EvaluationArguments(policies=[*runs])) == about | shared
+    )
+
+
 BAD_INPUT = [
     # arguments, what the line names ({tmp}: an empty folder with file.txt, model/ and run/run.json in it)
     ([], "--policies"),

@@ -81,8 +81,9 @@ def test_another_file_is_not_kept(script, tmp_path, monkeypatch):
     assert not (tmp_path / "coder.gguf").exists()
 
 
-def test_a_file_of_the_users_is_left_alone(script, tmp_path):
-    (tmp_path / "coder.gguf").write_text("mine, and longer")
+@pytest.mark.parametrize("content", ["mine, and longer", "x" * len(WHOLE)])
+def test_a_file_of_the_users_is_left_alone(content, script, tmp_path):
+    (tmp_path / "coder.gguf").write_text(content)
     with pytest.raises(InputError, match="exists and is another file; move it away"):
         script.main(["--output", str(tmp_path / "coder.gguf")])
-    assert (tmp_path / "coder.gguf").read_text() == "mine, and longer"
+    assert (tmp_path / "coder.gguf").read_text() == content

@@ -199,7 +199,7 @@ def test_a_learner_that_knows_one_function_solves_two_lines_in_three_epochs(draw
     train_hindsight.replay(pupil, task, script, tmp_path, None, stop, [])
     assert pupil.epoch <= 3
     assert [line["drawing/best"] for line in metrics_of(tmp_path)] == [0.5, 1.0]
-    assert json.loads((tmp_path / "found.json").read_text())["generation"] == 18 + 1
+    assert json.loads((tmp_path / "found.json").read_text())[-1]["generation"] == 18 + 1
 
 
 @pytest.mark.parametrize(("stop_when", "epochs"), [("best", 1), ("never", 3)])

@@ -69,8 +69,10 @@ def draw_line(img, point1, point2, color):
     dy, dx = abs(y2 - y), abs(x2 - x)
     step_y, step_x = (1 if y2 > y else -1), (1 if x2 > x else -1)
     error = dx - dy
+    height, width = img.shape
     draw_pixel(img, (y, x), color)
-    while (y, x) != (y2, x2):
+    # To the end, or until nothing of the picture lies ahead
+    while (y, x) != (y2, x2) and (y < height if step_y > 0 else y >= 0) and (x < width if step_x > 0 else x >= 0):
         doubled = 2 * error
         if doubled > -dy:
             error -= dy

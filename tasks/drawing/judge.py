@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
@@ -29,14 +30,14 @@ PERFECT = 1.0
 
 
 class Found(TypedDict):
-    """The best program of a training."""
+    """A program that was the best of a training so far."""
 
-    share: float
-    generation: int
+    share: Annotated[float, Field(ge=0, le=PERFECT)]
+    generation: Annotated[int, Field(ge=1)]
     code: str
 
 
-FOUND = TypeAdapter(Found)
+FOUND = TypeAdapter(list[Found])
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,14 @@ def percent(share: float) -> str:
     return f"{share if share == PERFECT else min(share, 0.99):.0%}"
 
 
-def read_found(file: Path) -> dict | None:
-    """The best program of a training: `share`, `generation` (from 1), `code`; None where there is no file yet."""
+def read_found(file: Path) -> list[Found]:
+    """The programs of a training that were better than all before, the best one last; none where there is no file."""
     if not file.exists():
-        return None
+        return []
     try:
-        return dict(FOUND.validate_json(read_text(file)))
+        return FOUND.validate_json(read_text(file), strict=True)
     except (OSError, ValueError) as error:
-        raise InputError(f"{file}: is no record of a program ({str(error).splitlines()[0]}); delete it") from error
+        raise InputError(f"{file}: is no record of programs ({str(error).splitlines()[0]}); delete it") from error
 
 
 def scored(codes: Sequence[str], outcomes: Sequence[Outcome], wanted: Grid) -> Score:
@@ -106,7 +107,7 @@ class DrawingJudge:
 
     Attributes:
         show_functions: list the drawing functions in the prompt.
-        found_file: what the training found, if there was one: JSON with `generation`, `share` and `code`.
+        found_file: what the training found, if there was one (`read_found`).
         settings: what run.json says of it.
     """
 
@@ -167,9 +168,10 @@ class DrawingJudge:
             f"one color ({color})": count / sum(pixels.values()),
         }
 
-    def found(self) -> dict | None:
-        """The best program of the training, if there was any: `share`, `generation` (from 1), `code`."""
-        return read_found(self.found_file) if self.found_file else None
+    def found(self) -> Found | None:
+        """The best program of the training, if there was any."""
+        found = read_found(self.found_file) if self.found_file else []
+        return found[-1] if found else None
 
     def compare(self, answers_of: Mapping[str, Mapping]) -> Comparison:
         scores = {name: self.score(answers) for name, answers in answers_of.items()}
@@ -196,7 +198,7 @@ class DrawingJudge:
             lines.append(f"While training {solved} was number {found['generation']:,}.")
         return Comparison(show(table, *lines), partial(self._save, scores, baselines, found))
 
-    def _save(self, scores: Mapping[str, Score], baselines: Mapping, found: dict | None, folder: Path) -> None:
+    def _save(self, scores: Mapping[str, Score], baselines: Mapping, found: Found | None, folder: Path) -> None:
         rows = [
             {
                 "policy": name,

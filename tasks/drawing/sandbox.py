@@ -42,8 +42,8 @@ PARSE, NO_FUNCTION, TIMEOUT, OUT_OF_MEMORY, RUNTIME, BAD_OUTPUT, CRASHED = ERROR
     "parse", "no_function", "timeout", "memory", "runtime", "bad_output", "crashed",
 )  # fmt: skip
 UNREADABLE = (TypeError, ValueError, OverflowError, RecursionError)  # a set of pictures, say, which no host can build
-FENCE = re.compile(r"`{3,}[ \t]*[a-zA-Z]*\n?")
-DEFINITION = re.compile(r"^[ \t]*def ", re.MULTILINE)
+FENCE = re.compile(r"`{3,}(?:[ \t]*[a-zA-Z]*\n)?")
+DEFINITIONS = (re.compile(rf"^[ \t]*def {NAME}\b", re.MULTILINE), re.compile(r"^[ \t]*def ", re.MULTILINE))
 FUNCTIONS = (Path(__file__).parent / "functions.py").read_text()
 
 
@@ -60,7 +60,7 @@ def code_of(completion: str) -> str:
     """The program in a reply that was begun for the model with an opening fence: all up to the next fence.
 
     Where the model opens a fence of its own, with words around it, what stands inside: of several fences the first one
-    that defines a function, where one does.
+    that defines `task`, else any function, where one does.
 
     >>> code_of("def task(img):\\n    return img\\n```\\nThis does it.")
     'def task(img):\\n    return img\\n'
@@ -68,7 +68,8 @@ def code_of(completion: str) -> str:
     'def task(img): pass\\n'
     """
     before, *rest = FENCE.split(completion)
-    return next(filter(DEFINITION.search, [before, *rest]), rest[0] if rest else before)
+    defining = (part for definition in DEFINITIONS for part in (before, *rest) if definition.search(part))
+    return next(defining, rest[0] if rest else before)
 
 
 class Sandbox:
@@ -123,7 +124,9 @@ def _drawn(session, code: str, given: Grid) -> Outcome:
         session.feed_run(code, print_callback=printed)
     try:
         is_there = session.feed_run(f"type({NAME}) is type(lambda: 0)", print_callback=printed) is True
-    except monty.MontyError:
+    except monty.MontyError as error:
+        if _failed(error).error != RUNTIME:
+            raise
         is_there = False
     if not is_there:
         return Outcome(None, NO_FUNCTION, f"no function {NAME}")

@@ -1,5 +1,6 @@
 """What is to be drawn: pictures by name, pictures from a file, and random drawings to learn the functions from."""
 
+import os
 import random
 import re
 from collections.abc import Sequence
@@ -70,7 +71,7 @@ def read_target(name: str) -> Target:
             wanted = squares(count)
             return Target(name, empty(len(wanted), len(wanted[0])), wanted)
         raise InputError(f"--target {name}: expected {NAMES}")
-    if not Path(name).is_file():
+    if not os.path.isfile(name):  # with pathlib a folder that may not be read is an error
         raise InputError(f"--target {name}: expected {NAMES}")
     wanted = read_picture(Path(name))
     given = empty(len(wanted), len(wanted[0]))
@@ -86,11 +87,11 @@ def read_picture(file: Path) -> Grid:
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise InputError(f"--target {file}: cannot be read ({reason}); expected lines of digits") from error
-    lines = [line.replace(" ", "") for line in text.splitlines() if line.strip()]
+    lines = ["".join(line.split()) for line in text.splitlines()]
     for number, line in enumerate(lines, start=1):
-        if not (line.isascii() and line.isdigit()):
+        if line and not (line.isascii() and line.isdigit()):
             raise InputError(f"{file}: line {number}: {line!r:.60}, expected digits 0 to 9")
-    rows = [[int(digit) for digit in line] for line in lines]
+    rows = [[int(digit) for digit in line] for line in lines if line]
     if problem := grid_problem(rows):
         raise InputError(f"{file}: {problem}; expected lines of digits, 1 to {LONGEST_SIDE} of them, all of one length")
     return rows

@@ -33,6 +33,7 @@ LINTED_DRAWINGS = 32  # of those that the warm start may teach
 DEFAULT_TARGET = "5-vertical-lines"
 LESSONS = 1_000_000
 JUDGE_OPTIONS = ("max_completion_length",)
+JUDGED_ON = ("target", "wanted")
 FOUND_FILE = "found.json"
 
 
@@ -127,17 +128,17 @@ def batch_metrics(shares: Sequence[float], errors: Mapping[str, int]) -> dict[st
 
 
 def keep_best(file: Path, score: Score, generations_before: int) -> None:
-    """Write the best program of a batch to `file` if it is better than the one there.
+    """Add the best program of a batch to those in `file` if it is better than they are.
 
-    One of a later batch is of steps that a resumed run takes again: it does not count.
+    Those of later batches are of steps that a resumed run takes again: they go.
     """
-    before = read_found(file)
-    if before and before["generation"] > generations_before:
-        before = None
-    if before is None or score.best > before["share"]:
+    written = read_found(file)
+    found = [program for program in written if program["generation"] <= generations_before]
+    if not found or score.best > found[-1]["share"]:
         number = generations_before + score.shares.index(score.best) + 1
-        content = {"share": score.best, "generation": number, "code": score.best_code}
-        write_whole(file, json.dumps(content, indent=1) + "\n")
+        found.append({"share": score.best, "generation": number, "code": score.best_code})
+    if found != written:
+        write_whole(file, json.dumps(found, indent=1) + "\n")
 
 
 def in_hindsight(
@@ -231,7 +232,7 @@ def make_judge(settings: Mapping, reader: Reader, episodes: int, seed: int) -> D
     if wanted is None:
         target = read_target(DEFAULT_TARGET)
     elif problem := grid_problem(wanted):
-        raise InputError(f"run.json: wanted: {problem}")
+        raise InputError(f"run.json: wanted: {problem}; train again")
     else:
         target = Target(str(settings.get("target")), empty(len(wanted), len(wanted[0])), wanted)
     known = {"target": target.name, "wanted": target.wanted, "show_functions": show_functions}
