@@ -13,17 +13,15 @@ reply has the form if both pairs of tags occur anywhere, and of several answers 
 two and nothing else.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from llm_policy.completions import action_index, completion_text, parse_completion
+from llm_policy.completions import Reward, action_index, completion_text, parse_completion
 from llm_policy.environments.frozen_lake import ACTIONS
 from llm_policy.environments.mdp import OPTIMAL_TOLERANCE, optimal_actions
 from llm_policy.errors import InputError
-
-Reward = Callable[..., list[float]]
 
 
 def _minmax_PA(q_values_PA: np.ndarray) -> np.ndarray:
@@ -125,37 +123,13 @@ def combined_reward(
     return [(form + advantage) / 2 for form, advantage in zip(format_reward(completions), advantages, strict=True)]
 
 
-@dataclass(frozen=True)
-class RewardPart:
-    """A reward function, and what it pays a well-formed completion: a function of the advantage of its action."""
-
-    function: Reward
-    of_well_formed: Callable[[np.ndarray], np.ndarray]
-
-
 # What is logged, in this order; `reward_weights` says what is learnt, by default the first. A further reward is one
 # function and one entry.
-REWARD_PARTS = (
-    RewardPart(combined_reward, lambda advantages_PA: (1.0 + advantages_PA) / 2),
-    RewardPart(format_reward, np.ones_like),
-    RewardPart(advantage_reward, lambda advantages_PA: advantages_PA),
-)
-
-
-def well_formed_rewards(
-    q_values: Sequence[Sequence[float]], shaping: RewardShaping, weights: Sequence[float]
-) -> np.ndarray:
-    """What a well-formed completion earns for each action, (P, A): the sum of `REWARD_PARTS` under `weights`.
-
-    With `q_values` [[0.2, 0.4, 0.6, 0.1]] and weights (1, 0, 0), the combined reward alone: [[0.6, 0.8, 1.0, 0.5]].
-    """
-    advantages_PA = shaping.of_actions(q_values)
-    parts = zip(weights, REWARD_PARTS, strict=True)
-    return sum((weight * part.of_well_formed(advantages_PA) for weight, part in parts), np.zeros_like(advantages_PA))
+REWARDS = (combined_reward, format_reward, advantage_reward)
 
 
 def reward_functions(shaping: RewardShaping, actions: Sequence[str] = ACTIONS) -> list[Reward]:
-    """The functions of `REWARD_PARTS` with `shaping` and `actions` bound, under the names that TRL logs."""
+    """`REWARDS` with `shaping` and `actions` bound, under the names that TRL logs."""
 
     def bind(reward: Reward) -> Reward:
         def bound(completions: Sequence, **columns) -> list[float]:
@@ -164,4 +138,4 @@ def reward_functions(shaping: RewardShaping, actions: Sequence[str] = ACTIONS) -
         bound.__name__ = reward.__name__
         return bound
 
-    return [bind(part.function) for part in REWARD_PARTS]
+    return [bind(reward) for reward in REWARDS]

@@ -209,6 +209,8 @@ def closing_lines(
     verdict = verdict_of(searched, compared.others)
     if cost["failed_iterations"] == cost["iterations"] and searched.judgement is not None:
         verdict = f"verdict: {searched.policy} gave no usable answer; its policy is the best of the warm-up"
+    elif searched.policy in compared.curves and len({*compared.curves[searched.policy][1]}) == 1:
+        lines.append("No proposal was better than the best random policy of the warm-up.")
     return [*lines, *published_text(problem.environment), cost_text(cost), verdict]
 
 

@@ -40,7 +40,7 @@ from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.hardware import device_text, take_granted_threads
 from llm_policy.interruption import RESUME
 from llm_policy.models import context_tokens, load_tokenizer
-from llm_policy.number_format import number_format
+from llm_policy.number_format import is_unset, number_format
 from tasks import Judge, Task, task_module
 
 CONFIGS = {  # task: on a GPU, without one
@@ -92,9 +92,14 @@ def read_options(argv: Sequence[str] | None) -> Options:
     if not is_configured and not asks_for_help(argv):
         raise InputError(f"--task {task}: has no configs/{task}.yaml; name a configuration with --config")
     groups = (rules.ScriptArguments, module.Arguments, GRPOConfig, ModelConfig)
+    lacks_gpu = not torch.cuda.is_available() and is_unset(read_option(argv, "use_cpu", "", config, bare="true"))
+    argv += ["--use_cpu", "true"] * lacks_gpu  # for --check only, which a login node can do as well
     chosen, note = number_format(argv, config)
     parsed, path = parse_arguments([*argv, *chosen], groups, description=__doc__, default_config=config)
-    return Options(*parsed, path, note)
+    options = Options(*parsed, path, note)
+    if lacks_gpu and options.trains:
+        raise InputError("--use_cpu false: CUDA finds no GPU here; --use_cpu true trains on the CPU")
+    return options
 
 
 @processes.one_of_several(f"{RESUME} resumes from the last checkpoint")
@@ -111,8 +116,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(note, flush=True)
     if training.use_cpu and torch.cuda.is_available():
         print(f"{options.config} says use_cpu: true; --use_cpu false takes the GPU")
-    if options.config and not on_gpu and not training.use_cpu:
-        print(f"{options.config}: no GPU here, so this trains on the CPU (configs/laptop.yaml is made for one)")
     rules.check_arguments(script, training, options.model)
     without_effect = {
         "action_entropy_coef": ("grpo", "cloning"),

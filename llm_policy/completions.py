@@ -4,9 +4,13 @@ Text from a model is only ever matched against patterns and names that we know; 
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+
+import numpy as np
+
+Reward = Callable[..., list[float]]  # TRL's: (completions, **columns) -> rewards
 
 # The whole completion: one thought, one answer, nothing outside. Neither part may hold a tag of its own.
 _TAGLESS = r"(?:(?!</?(?:think|answer)>).)*"
@@ -88,3 +92,26 @@ def action_index(answer: str | None, actions: Sequence[str]) -> int | None:
 def completion_text(completion: str | list[dict[str, str]]) -> str:
     """The text of a completion as TRL hands it to a reward: a plain string or a list with one assistant message."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def well_formed_rewards(
+    rewards: Sequence[Reward], weights: Sequence[float], rows: Sequence[Mapping], answers: Sequence[str]
+) -> np.ndarray:
+    """What a well-formed completion earns with each of A answers to each of P rows, (P, A): the weighted sum.
+
+    >>> def is_up(completions, **_):
+    ...     return [float("UP" in completion) for completion in completions]
+    >>> well_formed_rewards([is_up], [0.5], [{"state": 3}], ("LEFT", "UP")).tolist()
+    [[0.0, 0.5]]
+
+    Args:
+        rewards: what they read of a completion beside its answer is the same for all of these.
+        rows: the columns that the rewards read.
+    """
+    completions = [f"<think>.</think><answer>{answer}</answer>" for _ in rows for answer in answers]
+    names = rows[0] if rows else ()
+    columns = {name: [row[name] for row in rows for _ in answers] for name in names if name != "prompt"}
+    earned = np.zeros(len(completions))
+    for weight, reward in zip(weights, rewards, strict=True):
+        earned += weight * np.asarray(reward(completions, **columns), dtype=float)
+    return earned.reshape(len(rows), len(answers))

@@ -207,7 +207,7 @@ def locate(name_or_path: str | Path, revision: str = "main") -> tuple[str | Path
     if not path.exists() and path.parts[-3:] == EMBEDDED_MODEL.parts[-3:]:
         path = EMBEDDED_MODEL
         if not path.exists():
-            raise InputError(f"{path}: the embedded model is not there yet; run `python data/fetch_smollm2.py`")
+            raise InputError(f"{path}: the embedded model is not there yet; run `make model`")
     if path.suffix == ".gguf":
         if not path.is_file():
             raise InputError(f"{path}: no such GGUF file")
@@ -386,7 +386,7 @@ def input_errors(name: str | Path, what: str) -> Iterator[None]:
     except (LocalEntryNotFoundError, httpx2.TransportError, OfflineModeIsEnabled) as error:
         raise InputError(
             f"{name}: no such local folder, and the hub is out of reach; "
-            "give a local path, or leave out the name to take the embedded model"
+            f"give the path of a folder that is there; the embedded model is {EMBEDDED_MODEL.relative_to(ROOT)}"
         ) from error
     except EntryNotFoundError as error:
         raise InputError(f"{name}: has no config.json on the hub; take a model in transformers' format") from error

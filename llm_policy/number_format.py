@@ -92,6 +92,11 @@ def cost_of(dtype: str, on_gpu: bool) -> str | None:
 NOT_SET = ("", "false", "no", "f", "n", "0")  # of an option that is true or false, as argparse reads it
 
 
+def is_unset(value: str) -> bool:
+    """Of an option that is true or false, before it is parsed."""
+    return value.lower() in NOT_SET
+
+
 def number_format(argv: Sequence[str], default_config: Path | None, has_bf16: bool = True) -> tuple[list[str], str]:
     """What `--dtype auto` and a missing --bf16 come to, as further flags; and a line on what was chosen or costs time.
 
@@ -104,14 +109,14 @@ def number_format(argv: Sequence[str], default_config: Path | None, has_bf16: bo
         return [], ""
     given = partial(read_option, argv, default="", default_config=default_config)
     flag = partial(given, bare="true")
-    on_gpu = torch.cuda.is_available() and flag("use_cpu").lower() in NOT_SET
+    on_gpu = torch.cuda.is_available() and is_unset(flag("use_cpu"))
     dtype, chosen, line = given("dtype"), [], None
     if dtype == "auto":
         begun = begun_with(Path(given("output_dir")).expanduser()) if given("resume_from_checkpoint") else None
         dtype, line = (begun, f"number format: {begun}, as the run began") if begun else faster_format(on_gpu)
         chosen += ["--dtype", dtype]
     line = cost_of(dtype, on_gpu) or line
-    is_named = flag("bf16") or flag("fp16").lower() not in NOT_SET
+    is_named = flag("bf16") or not is_unset(flag("fp16"))
     if has_bf16 and not is_named:  # it follows the weights
         chosen += ["--bf16", str((dtype or DEFAULT) == "bfloat16").lower()]
     return chosen, line or ""

@@ -42,6 +42,7 @@ from tasks.questions.data import (
     QuestionWords,
     read_questions,
     text_of,
+    whole_characters,
 )
 
 JUDGES_ANY_RUN = True  # a run of another task, too
@@ -72,6 +73,7 @@ def science_question(record: Fields, _: random.Random) -> Question:
     if key not in labels:
         raise InputError(f"column answerKey: {key!r}, expected one of {', '.join(labels)}")
     right = labels.index(key)
+    texts = [whole_characters(text, "choices") for text in texts]
     return Question(text_of(record, "question"), (LETTERS[right], texts[right]), tuple(texts), by_letter=True)
 
 

@@ -18,7 +18,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOConfig
 
 from llm_policy.chat import Messages, Reader, fit_to_template
-from llm_policy.completions import action_index, common_words, completion_text, parse_completion, tagged
+from llm_policy.completions import (
+    Reward,
+    action_index,
+    common_words,
+    completion_text,
+    parse_completion,
+    tagged,
+    well_formed_rewards,
+)
 from llm_policy.environments.expert_q import read_expert_csv
 from llm_policy.environments.judge import (
     BASELINES,
@@ -47,7 +55,7 @@ from llm_policy.grpo.answers import (
 from llm_policy.grpo.diagnostics import OPTIMAL_LINE, Judgement
 from llm_policy.run_files import ROOT
 from llm_policy.tables import show
-from rewards import REWARD_SHAPES, Reward, RewardShaping, reward_functions, well_formed_rewards
+from rewards import REWARD_SHAPES, RewardShaping, reward_functions
 from tasks import Comparison, Task
 from tasks.linter import Finding, lint
 
@@ -371,9 +379,11 @@ def table_task(
         )
     ]
     all_rows, rows = rows, drawn_rows(rows, training, arguments.balance_actions)
+    functions = reward_functions(shaping, actions)
+    logged = list(functions)
 
     def action_rewards(rows: list[dict], weights: Sequence[float]) -> np.ndarray:
-        return well_formed_rewards([row["q_values"] for row in rows], shaping, weights)
+        return well_formed_rewards(functions, weights, rows, actions)
 
     def reward_lines(weights: Sequence[float]) -> dict[str, float]:
         rewards_PA = action_rewards(rows, weights)
@@ -385,9 +395,8 @@ def table_task(
         }
 
     is_tagged = tagged(lambda answer: action_index(answer, actions) is not None)
-    functions = reward_functions(shaping, actions)
     if thoughts_count:
-        functions[0] = logging_truth(functions[0], lambda row: words.reply(*states[row], 0))
+        logged[0] = logging_truth(functions[0], lambda row: words.reply(*states[row], 0))
     longest_name = max(range(len(actions)), key=lambda action: len(actions[action]))
 
     def findings(context_tokens: int) -> list[Finding]:
@@ -397,7 +406,7 @@ def table_task(
 
     return Task(
         rows=rows,
-        reward_functions=functions,
+        reward_functions=logged,
         judge=judge,
         judge_between=replace(
             judge, environments=judge.environments[:MAPS_JUDGED], words=replace(words, exchanged=None)
@@ -535,6 +544,8 @@ def held_out(expert: pd.DataFrame, maps: int, seed: int, source: str = "the CSV"
     """Rows to train on and `maps` environments to judge on whose rows are left out; 0: all rows, its first maps."""
     environments = list(dict.fromkeys(expert["environment"]))
     if not maps:
+        if len(environments) > MAPS_JUDGED:
+            print(f"the first {MAPS_JUDGED} of {len(environments)} maps are judged; --test_maps N holds N out to judge")
         return expert, environments[:MAPS_JUDGED]
     if maps >= len(environments):
         raise InputError(

@@ -49,6 +49,7 @@ BAD = [
     (choices(["a", "b"], ["A"]), "column choices: expected {'text': [...], 'label': [...]}, two lists"),
     (choices(["a"], ["A"]), "column choices: 1 options, expected 2 to 8"),
     (choices(["a", " "], ["A", "B"]), "column choices: 2 options, expected 2 to 8, all of them texts"),
+    (choices(["a", "b \ud83d"], ["A", "B"]), "column choices: 'b \\ud83d', holds half a character"),
     (choices(["a", "b"], ["B", "A"]), "column choices: labels ['B', 'A'], expected A, B, C, ... or 1, 2, 3, ..."),
     (choices(["a", "b"], ["0", "1"]), "column choices: labels ['0', '1'], expected A, B, C"),
     ({"question": ""}, "column question: '', expected a text"),

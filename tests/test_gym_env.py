@@ -173,10 +173,14 @@ class Broken(gymnasium.Env):
         if self.how == "step raises":
             raise ZeroDivisionError
         reward = {"nan reward": np.nan, "inf reward": -np.inf, "no reward": None}.get(self.how, 0.0)
-        return np.full(2, np.nan if self.how == "nan observation" else 0.0), reward, False, False, {}
+        observation = {"no observation": None, "long observation": np.zeros(3)}.get(self.how, np.zeros(2))
+        return np.full(2, np.nan) if self.how == "nan observation" else observation, reward, False, False, {}
 
 
-HOW = ["reset raises", "nan reset", "step raises", "nan reward", "inf reward", "no reward", "nan observation"]
+HOW = [
+    "reset raises", "nan reset", "step raises", "nan reward", "inf reward", "no reward", "nan observation",
+    "no observation", "long observation",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("how", HOW)

@@ -204,7 +204,7 @@ def test_embedded_model_is_found_from_anywhere_or_named_with_its_remedy(name, ll
     monkeypatch.chdir(tmp_path)
     embedded = tmp_path / "clone" / "data/models/SmolLM2-135M-Instruct"
     monkeypatch.setattr(models, "EMBEDDED_MODEL", embedded)
-    with pytest.raises(InputError, match=r"not there yet; run `python data/fetch_smollm2\.py`"):
+    with pytest.raises(InputError, match=r"not there yet; run `make model`"):
         load_model(name)
     shutil.copytree(llama, embedded)
     assert load_model(name).num_parameters() == load_model(llama).num_parameters()
@@ -519,7 +519,10 @@ HUB_REFUSALS = {
     "revision": (refusal(RevisionNotFoundError, 404), "no such revision"),
     "no config": (refusal(RemoteEntryNotFoundError, 404), r"has no config\.json on the hub"),
     "bad token": (refusal(HfHubHTTPError), "status 401.*check HF_TOKEN"),
-    "not cached": (LocalEntryNotFoundError("x\ny"), "hub is out of reach; give a local path"),
+    "not cached": (
+        LocalEntryNotFoundError("x\ny"),
+        "hub is out of reach; give the path of a folder that is there; the embedded",
+    ),
     "disk full": (OSError(28, "No space left on device"), "disk full while fetching"),
 }
 

@@ -20,7 +20,6 @@ from tqdm import tqdm
 pytest.importorskip("sb3_contrib", reason="requirements-policy-gradient.txt")
 
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file
 from sb3_contrib import TRPO
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -29,7 +28,7 @@ import evaluate_policy
 from llm_policy.environments.gym_env import make_gym_environment
 from llm_policy.errors import EXIT_INTERRUPTED, InputError
 from llm_policy.models import load_model, load_tokenizer
-from llm_policy.policy_gradient import judge, progress
+from llm_policy.policy_gradient import judge, progress, run
 from llm_policy.policy_gradient import learner as learners
 from llm_policy.policy_gradient.arguments import CONFIGS, PolicyGradientArguments, default_config, read_arguments
 from llm_policy.policy_gradient.environments import (
@@ -89,7 +88,8 @@ class Counting(gymnasium.Env):
         if self.fails == "raises":
             raise ZeroDivisionError("by design")
         observation = np.full(2, np.nan if self.fails == "state" else self.steps, np.float32)
-        return observation, math.inf if self.fails == "reward" else 1.0, False, False, {}
+        observation = {"no state": None, "long state": np.zeros(3)}.get(self.fails, observation)
+        return observation, {"reward": math.inf, "no reward": None}.get(self.fails, 1.0), False, False, {}
 
 
 gymnasium.register("Counting-v0", Counting, max_episode_steps=10)
@@ -526,18 +526,24 @@ def test_figures_stand_at_their_step_in_tensorboard(model, tmp_path):
 
 
 @pytest.mark.parametrize("actor", ACTORS)
-def test_a_loaded_run_acts_as_it_did(model, tmp_path, actor):
-    out = tmp_path / "out"
-    assert main(small(model, out, "--actor", actor, "--normalize", "true")) == 0
-    first, second = load_run(out)[0], load_run(out)[0]
+def test_a_loaded_run_acts_as_it_did(model, tmp_path, actor, monkeypatch):
+    out, saved = tmp_path / "out", []
     states = np.random.default_rng(0).normal(size=(50, 4)).astype(np.float32)
-    actions = [
-        learner.algorithm.predict(learner.env.normalize_obs(states), deterministic=True)[0]
-        for learner in (first, second)
-    ]
-    assert np.array_equal(*actions)
-    stored = load_file(out / "policy.safetensors")
-    assert all(torch.equal(stored[name], weight) for name, weight in first.policy.state_dict().items())
+
+    def said(learner) -> np.ndarray:
+        """Of each state its value and the probabilities of the actions."""
+        normalized = torch.as_tensor(learner.env.normalize_obs(states))
+        with torch.no_grad():
+            actions = learner.policy.get_distribution(normalized).distribution.probs
+            return torch.cat([learner.policy.predict_values(normalized), actions], dim=1).numpy()
+
+    save_policy = run.save_policy
+    monkeypatch.setattr(
+        run, "save_policy", lambda learner, folder: saved.append(said(learner)) or save_policy(learner, folder)
+    )
+    assert main(small(model, out, "--actor", actor, "--normalize", "true")) == 0
+    assert (np.ptp(saved[0], axis=0) > 1e-5).all()
+    np.testing.assert_allclose(said(load_run(out)[0]), saved[0], atol=1e-6)
 
 
 def test_the_same_seed_gives_the_same_curve(model, tmp_path):
@@ -740,7 +746,10 @@ def test_a_run_stands_beside_others(model, tmp_path, capfd):
         (["--env_id", "Nonsense-v0"], r"--env_id Nonsense-v0: "),
         (["--env_id", "Blackjack-v1"], r"--env_id Blackjack-v1: observations Tuple"),
         (["--env_id", "Counting-v0", "--env_options", '{"fails": "state"}'], r"observation \[nan nan\], reward 1.0"),
-        (["--env_id", "Counting-v0", "--env_options", '{"fails": "reward"}'], r"reward inf: expected numbers"),
+        (["--env_id", "Counting-v0", "--env_options", '{"fails": "reward"}'], r"reward inf: expected an observation"),
+        (["--env_id", "Counting-v0", "--env_options", '{"fails": "no reward"}'], r"reward None: expected an observ"),
+        (["--env_id", "Counting-v0", "--env_options", '{"fails": "no state"}'], r"observation None, reward 1.0"),
+        (["--env_id", "Counting-v0", "--env_options", '{"fails": "long state"}'], r"expected .* of shape \(2,\)"),
         (["--env_id", "Counting-v0", "--env_options", '{"fails": "raises"}'], r"its step failed: ZeroDivisionError by"),
         (["--env_options", "[1]"], r"--env_options '\[1\]': expected a JSON object"),
         (["--timesteps", "63"], r"--timesteps 63: one update alone takes 64 \(n_steps 32 x n_envs 2\); give more"),

@@ -3,11 +3,10 @@
 import pytest
 from test_completions import reply
 
-from tasks.questions.data import Question
+from llm_policy.completions import well_formed_rewards
 from tasks.questions.rewards import (
     REWARDS,
     correct_reward,
-    legal_rewards,
     question_reward,
     short_reward,
     soft_format_reward,
@@ -55,13 +54,10 @@ def test_rewards_of_a_batch_keep_their_order():
     assert short_reward([]) == soft_format_reward([]) == []
 
 
-def test_every_legal_letter_has_its_reward():
-    questions = [Question("?", (right,), ("x", "y"), by_letter=True) for right in "AB"]
-    assert legal_rewards(questions, [1, 0, 0, 0]).tolist() == [[3, 1], [1, 3]]
-    assert legal_rewards(questions, [0, 1, 0, 2]).tolist() == [[3, 1], [1, 3]]
-    for question, rewards in zip(questions, legal_rewards(questions, [1, 0, 0, 0]), strict=True):
-        texts = [reply("x", letter) for letter in question.legal]
-        assert question_reward(texts, answers=[question.answers] * 2) == rewards.tolist()
+@pytest.mark.parametrize("weights", [[1, 0, 0, 0], [0, 1, 0, 2]])
+def test_every_legal_letter_has_its_reward(weights):
+    rows = [{"answers": [right], "lettered": ["x", "y"]} for right in "AB"]
+    assert well_formed_rewards(REWARDS, weights, rows, "AB").tolist() == [[3, 1], [1, 3]]
 
 
 def test_the_letter_of_another_option_is_wrong_whatever_words_follow():

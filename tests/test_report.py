@@ -326,7 +326,9 @@ def test_policy_gradient_section(results):
     }  # fmt: skip
     write_played(results / "policy_gradient/lake/seed-1", "frozen", scores, config="center: false\n")
     of_episodes = {name: 100 * score for name, score in scores.items() if name != "optimal"}
-    write_played(results / "policy_gradient/pole/seed-1", "mlp", of_episodes, 500, "CartPole-v1")
+    for seed, uniform in ((1, 2.0), (2, 4.0)):
+        scores_of_pole = of_episodes | {"uniform random": uniform}
+        write_played(results / f"policy_gradient/pole/seed-{seed}", "mlp", scores_of_pole, 500, "CartPole-v1")
     trained = lakes.training_results()
     for seeds in trained.values():
         for seed in seeds:
@@ -344,8 +346,8 @@ def test_policy_gradient_section(results):
     rows = [cells(row) for row in section.splitlines()[2:]]
     lake, pole = "FrozenLake-v1: success in 100 steps", "CartPole-v1: return in 500 steps"
     assert [row[:5] for row in rows] == [
-        [lake, "optimal", "", "0.4000", ""],
-        [lake, "uniform random", "", "0.0100", ""],
+        [lake, "optimal", "1", "0.4000", ""],
+        [lake, "uniform random", "1", "0.0100", ""],
         [
             lake, "[PPO, frozen, not centred](results/policy_gradient/lake)", "1", "**0.3000** (0.3000)",
             "**0.2500** (0.2500)",
@@ -354,8 +356,8 @@ def test_policy_gradient_section(results):
             lake, "[GRPO, this repository](results/canonical/natural_slippery)", "2", "**0.3000** (0.4000, 0.2000)",
             "**0.1500** (0.2000, 0.1000)",
         ],
-        [pole, "uniform random", "", "2.0", ""],
-        [pole, "[PPO, mlp](results/policy_gradient/pole)", "1", "**60.0** (60.0)", "**50.0** (50.0)"],
+        [pole, "uniform random", "2", "**3.0** (2.0, 4.0)", ""],
+        [pole, "[PPO, mlp](results/policy_gradient/pole)", "2", "**60.0** (60.0, 60.0)", "**50.0** (50.0, 50.0)"],
         [pole, "[ours](results/policy_search/search)", "1", "**55.0** (55.0)", ""],
     ]  # fmt: skip
     assert rows[2][5:] == ["**0.0500** (0.0500)", "1,000", "40", "0.5", "500", WHEN]

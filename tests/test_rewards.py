@@ -3,19 +3,19 @@
 import numpy as np
 import pytest
 
+from llm_policy.completions import well_formed_rewards
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states, lake_mdp
 from llm_policy.environments.mdp import greedy_policy, optimal_q
 from llm_policy.errors import InputError
 from rewards import (
     ORIGINAL_SHAPING,
-    REWARD_PARTS,
     REWARD_SHAPES,
+    REWARDS,
     RewardShaping,
     advantage_reward,
     combined_reward,
     format_reward,
     reward_functions,
-    well_formed_rewards,
 )
 
 Q_VALUES = [0.2, 0.4, 0.6, 0.1]  # LEFT, DOWN, RIGHT (best), UP (worst)
@@ -159,13 +159,20 @@ def test_reward_functions_take_what_trl_passes():
         assert all(type(value) is float for value in earned)
 
 
-@pytest.mark.parametrize("weights", [(1, 0, 0), (0, 1, 0), (0, 0.5, 0.5), (2, 0.1, 3)])
-def test_well_formed_rewards_are_what_the_functions_earn_together(weights):
-    functions = reward_functions(LOUD := RewardShaping("minmax", 1.0, cap_bonus=False))
-    replies = [reply(action) for action in ("LEFT", "DOWN", "RIGHT", "UP")]
-    earned_FA = [function(completions=replies, q_values=[Q_VALUES] * 4) for function in functions]
-    expected_A = np.array(weights) @ np.array(earned_FA)
-    assert well_formed_rewards([Q_VALUES], LOUD, weights) == pytest.approx(expected_A[None])
+WELL_FORMED = [  # weights, what LEFT, DOWN, RIGHT and UP earn with a bonus of 1
+    ((1, 0, 0), [0.6, 0.8, 1.5, 0.5]),
+    ((0, 1, 0), [1.0, 1.0, 1.0, 1.0]),
+    ((0, 0.5, 0.5), [0.6, 0.8, 1.5, 0.5]),
+    ((2, 0.1, 3), [1.9, 3.5, 9.1, 1.1]),
+]
+
+
+@pytest.mark.parametrize(("weights", "earned"), WELL_FORMED)
+def test_well_formed_rewards_are_what_the_functions_earn_together(weights, earned):
+    functions = reward_functions(RewardShaping("minmax", 1.0, cap_bonus=False))
+    rows = [{"q_values": Q_VALUES}, {"q_values": Q_VALUES[::-1]}]
+    found_PA = well_formed_rewards(functions, weights, rows, ACTIONS)
+    np.testing.assert_allclose(found_PA, [earned, earned[::-1]])
 
 
 def test_each_completion_is_judged_by_its_own_row():
@@ -208,10 +215,6 @@ def test_a_completion_is_scored_by_the_name_of_its_action(actions):
     assert combined(**columns) == pytest.approx([(1 + value) / 2 for value in expected])
     assert form(**columns) == [1.0] * len(actions)
     assert advantage_reward(columns["completions"], columns["q_values"], actions=actions) == pytest.approx(expected)
-    # Both ways to the same numbers: what the trainer expects of an action, and what a completion with it earns
-    assert well_formed_rewards([q_values], ORIGINAL_SHAPING, (1, 0, 0)) == pytest.approx(
-        np.array([combined(**columns)])
-    )
 
 
 def test_a_name_of_another_environment_is_no_action():
@@ -228,4 +231,4 @@ def test_a_column_of_the_data_cannot_replace_what_is_bound():
 
 
 def test_every_part_has_a_name_that_trl_logs_as_a_reward():
-    assert all(part.function.__name__.endswith("_reward") for part in REWARD_PARTS)
+    assert all(reward.__name__.endswith("_reward") for reward in REWARDS)

@@ -205,12 +205,13 @@ def steps(env: gymnasium.Env, actor: Actor, episodes: int, seed: int) -> Iterato
     `InputError` for an environment that raises, or returns what is no number.
     """
     is_whole_number = isinstance(env.observation_space, Discrete)  # which cannot be nan, and the check costs a fifth
+    shape = env.observation_space.shape
     for episode in range(episodes):
         # The seed is given once: each reset with a seed would repeat the same episode.
         try:
             observation, _ = env.reset(seed=seed if episode == 0 else None)
-            if not is_whole_number and np.isnan(observation).any():
-                raise ValueError(f"observation {observation}")
+            if not is_whole_number and not is_readable(observation, shape):
+                raise ValueError(f"observation {observation}, expected numbers of shape {shape}")
         except Exception as error:  # whatever an environment of another's making raises
             raise InputError(f"environment {_name(env)}: its reset failed: {_one_line(error)}") from error
         has_ended = False
@@ -218,14 +219,21 @@ def steps(env: gymnasium.Env, actor: Actor, episodes: int, seed: int) -> Iterato
             action = actor(observation)
             try:
                 next_observation, reward, terminated, truncated, _ = env.step(action)
-                if not math.isfinite(reward) or (not is_whole_number and np.isnan(next_observation).any()):
-                    raise ValueError(f"reward {reward}, observation {next_observation}")
+                if not math.isfinite(reward) or (not is_whole_number and not is_readable(next_observation, shape)):
+                    raise ValueError(
+                        f"reward {reward}, observation {next_observation}, expected numbers, those of an observation "
+                        f"of shape {shape}"
+                    )
             except Exception as error:
                 raise InputError(f"environment {_name(env)}: its step failed: {_one_line(error)}") from error
             yield Transition(
                 episode, observation, action, float(reward), next_observation, bool(terminated), bool(truncated)
             )
             observation, has_ended = next_observation, terminated or truncated
+
+
+def is_readable(observation: Any, shape: tuple[int, ...] | None) -> bool:
+    return np.shape(observation) == shape and not np.isnan(observation).any()
 
 
 def returns(env: gymnasium.Env, actor: Actor, episodes: int, seed: int) -> list[float]:

@@ -42,6 +42,8 @@ REFUSED = {
     "chat_template_kwargs": "would reach the trainer's prompts alone, not the judge's; leave it out",
     "torch_compile": "would compile passes that are not made for it; leave it and its backend and mode out",
     "dataloader_multiprocessing_context": "is for workers that load data, and the rows are in memory; leave it out",
+    "use_liger_kernel": "is deprecated by TRL, and was not tried with the packed pass; leave it out",
+    "sync_ref_model": "needs a model of its own beside the adapter; leave it out, --beta is against the base model",
     "push_to_hub": "would upload GRPO's part of the adapter only; upload the run's folder in the end (hf upload)",
     "data_seed": "has no effect: --seed decides the order of the rows; leave it out",
     "hub_token": "would stand in the run's files; set HF_TOKEN, or run `hf auth login`",

@@ -78,10 +78,17 @@ class Checked(gymnasium.Wrapper):
             words = " ".join(str(error).split())
             raise InputError(f"--env_id {self.env_id}: its {what} failed: {type(error).__name__} {words}") from error
 
-    def _check(self, observation: np.ndarray, reward: Any) -> None:
-        if not (np.isfinite(observation).all() and math.isfinite(reward)):
+    def _check(self, observation: Any, reward: Any) -> None:
+        shape = self.observation_space.shape
+        try:
+            is_right = np.shape(observation) == shape and np.isfinite(observation).all() and math.isfinite(reward)
+        except (TypeError, ValueError):  # no numbers at all
+            is_right = False
+        if not is_right:
+            said = " ".join(f"observation {observation}, reward {reward}".split())[:200]
             raise InputError(
-                f"--env_id {self.env_id}: observation {observation}, reward {reward}: expected numbers (no nan, no inf)"
+                f"--env_id {self.env_id}: {said}: expected an observation of shape {shape} and a reward, all of them "
+                "numbers (no nan, no inf)"
             )
 
 

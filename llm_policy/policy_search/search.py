@@ -1,6 +1,7 @@
 """ProPS: whoever proposes parameters is the optimiser; the loop rolls them out and reports the returns.
 
-Source: arXiv 2511.21928. Departures, each an option. configs/props_frozen_lake.yaml has the published forms.
+Source: arXiv 2511.21928. Departures, each an option. configs/props_frozen_lake.yaml has the published forms of 1,
+2, 3 and 5.
 
 1. `pool_duplicates`: a policy that is proposed again is rolled out again. Its episodes are pooled and shown as mean +-
    standard error. Published: every proposal has a line of its own.

@@ -95,9 +95,17 @@ def policy_gradient_section(
         first = next(iter(found.values()))
         score = first[0]["score"]
         decimals = 4 if score == "success_at_horizon" else 1
-        for policy, row in first[0]["policies"].items():
+        for policy in first[0]["policies"]:
             if policy.startswith((*REFERENCES, "no action")):
-                rows.append([where, policy, "", f"{row[score]:.{decimals}f}", *[""] * 6, made_by(first[:1])])
+                judged = [seed for seed in first if policy in seed["policies"]]
+                scores = [seed["policies"][policy][score] for seed in judged]
+                # Exact ones are the same in every seed, those of episodes are not
+                shown = (
+                    f"{scores[0]:.{decimals}f}"
+                    if len({*scores}) == 1
+                    else values([seed["policies"][policy] for seed in judged], score, decimals)
+                )
+                rows.append([where, policy, len(judged), shown, *[""] * 6, made_by(judged)])
         for name, seeds in found.items():
             label = _actor(seeds[0])
             last = [seed["metrics"][-1] for seed in seeds]

@@ -1,11 +1,6 @@
-"""What a completion earns: right, short, in form, and their sum. Pure functions, in TRL's contract.
-
-Axes: P prompts (a question each), A actions (the letters of the options).
-"""
+"""What a completion earns: right, short, in form, and their sum. Pure functions, in TRL's contract."""
 
 from collections.abc import Sequence
-
-import numpy as np
 
 from llm_policy.completions import completion_text, parse_completion
 from tasks.questions.data import Question
@@ -64,10 +59,3 @@ def question_reward(completions: Sequence, **columns) -> list[float]:
 
 
 REWARDS = (question_reward, *PARTS)
-
-
-def legal_rewards(questions: Sequence[Question], weights: Sequence[float]) -> np.ndarray:
-    """What a well-formed completion earns with each of a question's letters, (P, A), under the weights of `REWARDS`."""
-    right_PA = np.array([[question.is_right(letter) for letter in question.legal] for question in questions])
-    parts = [CORRECT * right_PA, np.full(right_PA.shape, SHORT), np.full(right_PA.shape, FORM)]
-    return sum(weight * part for weight, part in zip(weights, [sum(parts), *parts], strict=True))

@@ -14,14 +14,14 @@ from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig
 
 from llm_policy.chat import Reader, fit_to_template
-from llm_policy.completions import tagged
+from llm_policy.completions import tagged, well_formed_rewards
 from llm_policy.errors import InputError
 from llm_policy.run_files import checksum
 from tasks import Task
 from tasks.linter import Finding, cut_replies, prompt_tokens, same_prompts
 from tasks.questions.data import SAMPLES, Question, QuestionWords, asked, held_out, keys_of, normalised
 from tasks.questions.judge import QuestionJudge
-from tasks.questions.rewards import CORRECT, FORM, REWARDS, SHORT, legal_rewards
+from tasks.questions.rewards import REWARDS
 
 REPLIES_TAUGHT = 4  # per prompt, where any word may be an answer
 JUDGED_BETWEEN = 100  # held-out questions in the evaluations between steps
@@ -148,14 +148,18 @@ def question_task(
     letters = questions[0].legal if all(q.by_letter and q.legal == questions[0].legal for q in questions) else ()
 
     def action_rewards(rows: list[dict], weights: Sequence[float]) -> np.ndarray:
-        return legal_rewards([questions[row["row"]] for row in rows], weights)
+        return well_formed_rewards(REWARDS, weights, rows, letters)
 
     def reward_lines(weights: Sequence[float]) -> dict[str, float]:
-        whole, correct = weights[0], weights[0] + weights[1]
-        right = correct * CORRECT
-        form = (whole + weights[2]) * SHORT + (whole + weights[3]) * FORM
-        by_chance = np.mean([1 / len(q.options) if q.options else 0.0 for q in questions])
-        return {"reward/random option": form + right * float(by_chance), "reward/all right": form + right}
+        def mean(answers_of: Callable[[Question], Sequence[str]]) -> float:
+            pairs = zip(rows, map(answers_of, questions), strict=True)
+            return float(np.mean([well_formed_rewards(REWARDS, weights, [row], said).mean() for row, said in pairs]))
+
+        wrong = ("?",)  # where any word may be said
+        return {
+            "reward/random option": mean(lambda question: question.legal or wrong),
+            "reward/all right": mean(lambda question: question.answers[:1]),
+        }
 
     def findings(context_tokens: int) -> list[Finding]:
         prompts = [row["prompt"] for row in rows]
