@@ -26,7 +26,7 @@ from llm_policy.hardware import device_text, take_granted_threads, this_device
 from llm_policy.models import base_of_adapter, is_adapter, load_model, load_tokenizer
 from llm_policy.run_files import run_settings
 from tasks import task_module
-from tasks.tabular import TableJudge
+from tasks.tabular_judge import TableJudge
 
 MAPS = 3
 

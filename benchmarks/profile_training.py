@@ -48,7 +48,7 @@ from llm_policy.errors import run_script
 from llm_policy.grpo.warm_start import teach_format
 from llm_policy.hardware import take_granted_threads
 from llm_policy.models import EMBEDDED_MODEL, ROOT, load_model, load_tokenizer
-from tasks.tabular import TableJudge
+from tasks.tabular_judge import TableJudge
 
 WARM_START_STEPS, GRPO_STEPS, EVALUATIONS = 5, 30, 7  # of a run of configs/laptop.yaml that learns in 30 steps
 WARM_START_PROMPTS = 6

@@ -9,7 +9,7 @@ A task whose policies `evaluate_policy.py` can judge without its training data h
 
     make_judge(settings, reader, episodes, seed)  a `Judge` from what run.json says of a run, or from nothing; it has
                                                   `first_prompt`, `baseline_answers` and `reader`, too
-                                                  (tasks/tabular.py)
+                                                  (tasks/tabular_judge.py)
 
 `JUDGE_OPTIONS` beside it names what it reads of those options of evaluate_policy.py that not every task has, and
 `JUDGED_ON` those settings of its judge in which all runs of one table must agree. A module with `make_judge` alone is

@@ -6,7 +6,8 @@ from functools import partial
 from llm_policy.chat import Messages
 from llm_policy.environments.toy_text import CliffWalking
 from prompts import THOUGHTS, map_rows, named_cells, named_position, position, think_search, thought_text
-from tasks.tabular import ComputedExpertArguments, Words, single_environment_judge, single_environment_task
+from tasks.tabular import ComputedExpertArguments, single_environment_judge, single_environment_task
+from tasks.tabular_judge import Words
 
 SYSTEM_PROMPT = (
     "Walk to the goal. S start, . ground, C cliff, G goal, A you. You always move as chosen; the edge of the map stops "

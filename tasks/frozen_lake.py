@@ -24,7 +24,8 @@ from llm_policy.environments.policy_table import best_actions
 from llm_policy.errors import InputError, check_choices
 from prompts import OBSERVATIONS, THOUGHTS, format_example, policy_messages
 from tasks import Task
-from tasks.tabular import ExpertArguments, TableJudge, Words, exact_expert, held_out, read_expert, table_task
+from tasks.tabular import ExpertArguments, exact_expert, held_out, read_expert, table_task
+from tasks.tabular_judge import TableJudge, Words
 
 JUDGE_OPTIONS = (
     "map", "is_slippery", "observation", "thought", "horizon_steps", "episodes", "max_completion_length",

@@ -7,7 +7,8 @@ from llm_policy.chat import Messages
 from llm_policy.environments.frozen_lake import Cell
 from llm_policy.environments.toy_text import TAXI_CELLS, TAXI_SIZE, Taxi
 from prompts import search_text
-from tasks.tabular import ComputedExpertArguments, Words, single_environment_judge, single_environment_task
+from tasks.tabular import ComputedExpertArguments, single_environment_judge, single_environment_task
+from tasks.tabular_judge import Words
 
 SYSTEM_PROMPT = (
     "Drive the taxi: fetch the passenger, bring them to the destination. Row 0 is north, column 0 west. Each step "

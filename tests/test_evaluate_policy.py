@@ -19,7 +19,7 @@ from llm_policy.chat import Reader
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
 from llm_policy.environments.policy_table import constant_policy
 from llm_policy.errors import InputError, run_script
-from tasks.tabular import TableJudge
+from tasks.tabular_judge import TableJudge
 
 GRID = CANONICAL_GRIDS["4x4"]
 RIGHT = 2

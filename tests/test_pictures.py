@@ -10,7 +10,13 @@ from PIL import Image
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
 from llm_policy.environments.gym_table import GymTable
 from llm_policy.environments.mdp import AGREEMENT_GAMMA, greedy_policy, optimal_actions, optimal_q
-from llm_policy.environments.pictures import CELL_COLOURS, ShownThought, policy_figure, thoughts_figure
+from llm_policy.environments.pictures import (
+    CELL_COLOURS,
+    ShownThought,
+    _lines_of_words,
+    policy_figure,
+    thoughts_figure,
+)
 from llm_policy.environments.policy_table import best_actions
 from llm_policy.environments.table_environment import Drawing
 from llm_policy.environments.toy_text import CliffWalking, Taxi, gym_tables
@@ -219,3 +225,9 @@ def test_the_agents_cell_is_framed_and_false_words_are_red():
     assert [frame.get_xy() for frame in frames] == [(1, 0)]
     colours = {text.get_text(): matplotlib.colors.to_rgb(text.get_color()) for text in figure.texts}
     assert (colours["LEFT"] == RED, colours["hole."] == RED) == (False, True)
+
+
+def test_a_thought_is_broken_into_lines():
+    words = [("LEFT", True), ("ice.", True), ("UP", True), ("ice.", False)]
+    assert _lines_of_words(words, 9) == [words[:2], words[2:]]
+    assert _lines_of_words([], 20) == [[("(no thought)", False)]]

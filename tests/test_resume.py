@@ -31,7 +31,7 @@ from trl import GRPOConfig
 import evaluate_policy
 import llm_policy.checkpoints
 import llm_policy.grpo.warm_start
-import tasks.tabular
+import tasks.tabular_judge
 import train_script
 from llm_policy.checkpoints import check_finished, checkpoint_to_resume_from, latest_checkpoint
 from llm_policy.environments import expert_q
@@ -39,7 +39,7 @@ from llm_policy.errors import DISK_WORDS, EXIT_INPUT_ERROR, EXIT_INTERRUPTED, In
 from llm_policy.grpo import lifecycle, stages
 from llm_policy.grpo.diagnostics import MetricsFile
 from llm_policy.run_files import ROOT
-from tasks.tabular import TableJudge
+from tasks.tabular_judge import TableJudge
 
 KILLED = -signal.SIGKILL
 TIMEOUT_SECONDS = 120
@@ -175,8 +175,8 @@ def signal_in(owner, name: str) -> Callable[[], None]:
 
 
 def pretend_optimal() -> None:
-    score_policy = tasks.tabular.score_policy
-    tasks.tabular.score_policy = lambda *arguments: dataclasses.replace(
+    score_policy = tasks.tabular_judge.score_policy
+    tasks.tabular_judge.score_policy = lambda *arguments: dataclasses.replace(
         score_policy(*arguments), percent_of_optimal=100.0
     )
 
@@ -222,19 +222,19 @@ KILLS = [
     ("plain", 2, at_call(llm_policy.checkpoints, "write_whole", 3, lambda *_: kill())),
     # After the last step: the adapter's two parts are not yet joined; they are, but nothing was judged
     ("plain", 4, at_call(PeftModel, "save_pretrained", 5, lambda *_: kill())),
-    ("plain", 4, at_call(tasks.tabular, "save_evaluation", 1, lambda *_: kill())),
+    ("plain", 4, at_call(tasks.tabular_judge, "save_evaluation", 1, lambda *_: kill())),
     ("plain", 4, killed_with_half("result.txt")),
     # Judged, but evaluation.json, the mark of a finished run, is half written
     ("plain", 4, killed_with_half("evaluation.json")),
     # In the middle of an epoch and of an accumulation
     ("accumulated", 1, killed_at_step(2 + 2)),
     ("accumulated", 2, killed_in_write(2 * 4 + 3)),
-    ("accumulated", 3, at_call(tasks.tabular, "evaluate_policies", 1, lambda *_: kill())),
+    ("accumulated", 3, at_call(tasks.tabular_judge, "evaluate_policies", 1, lambda *_: kill())),
     # With completions that serve several steps
     ("reused", 2, killed_at_step(2 + 4)),
     # After the run has stopped by itself: it must not learn any further
     ("stopped", 1, killed_at_step(2 + 2)),
-    ("stopped", 2, at_call(tasks.tabular, "evaluate_policies", 1, lambda *_: kill())),
+    ("stopped", 2, at_call(tasks.tabular_judge, "evaluate_policies", 1, lambda *_: kill())),
     ("auto", None, killed_at_step(2)),
     ("auto", None, killed_at_step(2 + 1)),
     ("auto", 1, killed_at_step(2 + 2)),
@@ -265,7 +265,7 @@ def test_many_kills_in_one_run(never_interrupted, answering_llama, tmp_path):
     arguments = [*small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["plain"]), "--resume_from_checkpoint", "auto"]
     # In the warm start; after it; in the first checkpoint; after it; in the second checkpoint; in the last evaluation
     steps = (killed_at_step(1), killed_at_step(2 + 1), killed_in_write(3), killed_at_step(3), killed_in_write(2))
-    for sabotage in (*steps, at_call(tasks.tabular, "evaluate_policies", 1, lambda *_: kill())):
+    for sabotage in (*steps, at_call(tasks.tabular_judge, "evaluate_policies", 1, lambda *_: kill())):
         assert run(arguments, log, sabotage) == KILLED
     assert run(arguments, log) == 0, log.read_text()
     assert_same_end(out, never_interrupted("plain"))
@@ -306,13 +306,14 @@ def test_signal_in_the_last_step_leaves_the_evaluation_to_the_resumed_run(never_
 def test_a_run_that_stops_by_itself_leaves_a_checkpoint_of_that_step(answering_llama, tmp_path):
     out, log = tmp_path / "out", tmp_path / "stopped.log"
     arguments = small_run(answering_llama, out, *NO_PICTURES, *SETTINGS["stopped"], "--save_steps", 5)
-    assert run(arguments, log, signal_in(tasks.tabular, "evaluate_policies")) == EXIT_INTERRUPTED
+    assert run(arguments, log, signal_in(tasks.tabular_judge, "evaluate_policies")) == EXIT_INTERRUPTED
     assert latest_checkpoint(out).name == "checkpoint-2"
     assert run([*arguments, "--resume_from_checkpoint", "auto"], log) == 0, log.read_text()
     assert [line["step"] for line in metrics_of(out)] == [1, 2]
 
 
-EVALUATIONS = [(TableJudge, "answers"), (tasks.tabular, "evaluate_policies")]  # of the untrained model, of the trained
+# Of the untrained model, of the trained
+EVALUATIONS = [(TableJudge, "answers"), (tasks.tabular_judge, "evaluate_policies")]
 
 
 @pytest.mark.parametrize(("owner", "name"), EVALUATIONS)
@@ -397,7 +398,7 @@ DISKS = [
     (None, at_call(Path, "replace", 1, disk_full)),
     (2, at_call(MetricsFile, "on_log", 3, disk_full)),
     (4, at_call(PeftModel, "save_pretrained", 5, disk_full_in_safetensors)),
-    (4, at_call(tasks.tabular, "save_evaluation", 1, disk_full)),
+    (4, at_call(tasks.tabular_judge, "save_evaluation", 1, disk_full)),
 ]
 
 
@@ -637,7 +638,7 @@ def test_a_signal_in_the_last_evaluation_loses_no_run_without_checkpoints(answer
     out, log = tmp_path / "out", tmp_path / "log"
     more = ("--save_strategy", "no", "--max_steps", 1, "--evaluate_steps", 0)
     arguments = small_run(answering_llama, out, *NO_PICTURES, *more)
-    assert run(arguments, log, signal_in(tasks.tabular, "evaluate_policies")) == 0, log.read_text()
+    assert run(arguments, log, signal_in(tasks.tabular_judge, "evaluate_policies")) == 0, log.read_text()
     assert (out / "evaluation.json").exists()
 
 

@@ -1,6 +1,5 @@
 """What tasks with a table share: maps held out, states drawn so that each action is the best one equally often."""
 
-import json
 import warnings
 
 import numpy as np
@@ -10,27 +9,22 @@ from trl import GRPOConfig
 
 import tasks.frozen_lake
 import tasks.tabular
-from llm_policy.chat import Reader
-from llm_policy.completions import parse_completion
 from llm_policy.environments.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, FrozenLake
 from llm_policy.environments.mdp import AGREEMENT_GAMMA, optimal_actions, optimal_q
-from llm_policy.environments.pictures import _lines_of_words, thoughts_figure
-from llm_policy.environments.policy_table import best_actions
 from llm_policy.environments.toy_text import CliffWalking, Taxi
 from llm_policy.errors import InputError
 from llm_policy.run_files import ROOT
 from tasks.frozen_lake import exchanged, lake_words
 from tasks.tabular import (
-    MAPS_JUDGED,
     ExpertArguments,
-    TableJudge,
     balancing_weights,
     exact_expert,
     held_out,
     logging_truth,
     read_expert,
 )
+from tasks.tabular_judge import MAPS_JUDGED
 
 CSV = ROOT / "expert_demos_batched_avg_q.csv"
 
@@ -101,45 +95,6 @@ def test_the_exchanged_lake_differs_in_one_cell_and_in_its_best_actions(is_slipp
             assert not (best & best_there).any()
 
 
-@pytest.mark.parametrize("followed", ["thought", "prompt", "neither"])
-def test_what_the_answer_follows(followed, monkeypatch):
-    """Scripted models: the exchanged map's best action, the prompt's, one that is best in neither."""
-    words = lake_words("cells", "neighbours")
-    judge = TableJudge([FrozenLake(CANONICAL_GRIDS["4x4"], False)], words, Reader(None), {})
-    (lake,) = judge.environments
-    states = [state for state in lake.acting_states if exchanged(lake, state)]
-    true = [words.reply(lake, state, 0) for state in states]
-
-    def behind(_reader, _model, prompts, replies, actions):
-        rows = []
-        if replies == true:
-            return np.array([best_actions(lake)[state] for state in states], dtype=float)
-        for state, prompt, reply in zip(states, prompts, replies, strict=True):
-            other = exchanged(lake, state)
-            assert prompt == words.messages(lake, state)
-            assert reply == words.reply(other, state, 0) != words.reply(lake, state, 0)
-            best, best_there = best_actions(lake)[state], best_actions(other)[state]
-            rows.append({"thought": best_there, "prompt": best, "neither": ~(best | best_there)}[followed])
-        return np.array(rows, dtype=float)
-
-    monkeypatch.setattr("tasks.tabular.answers_behind", behind)
-    found = judge.follows(None)
-    assert found.pop("states") == len(states) >= 5
-    assert found.pop("changed") == float(followed != "prompt")
-    assert found == {name: float(name == followed) for name in ("thought", "prompt", "neither")}
-
-
-def test_a_policy_that_reads_no_thought_changes_no_answer(monkeypatch):
-    """Always UP is best on the thought's map in some states: what it follows says nothing without `changed`."""
-    judge = TableJudge([FrozenLake(CANONICAL_GRIDS["4x4"], False)], lake_words("cells", "ways"), Reader(None), {})
-    monkeypatch.setattr("tasks.tabular.answers_behind", lambda _r, _m, prompts, *_: np.eye(4)[[3] * len(prompts)])
-    found = judge.follows(None)
-    assert found["thought"] > 0
-    assert found["changed"] == 0
-    monkeypatch.setattr("tasks.tabular.MOST_EXCHANGED", 3)
-    assert judge.follows(None)["states"] == 3
-
-
 def test_training_logs_how_true_sampled_thoughts_are():
     logged = {}
     true = ["<think>LEFT out.</think>", "<think>LEFT 00: ice.</think>"]
@@ -148,54 +103,6 @@ def test_training_logs_how_true_sampled_thoughts_are():
     assert reward(completions, row=[1, 0, 0, 0], log_metric=logged.__setitem__) == [1.0] * 4
     assert logged == {"sampled/true_thoughts": 0.5, "sampled/true_words": pytest.approx((1 + 1 + 0.5 + 0) / 4)}
     assert reward(completions, row=[1, 0, 0, 0]) == [1.0] * 4
-
-
-def test_false_thoughts_stand_below_the_table_and_in_the_file(tmp_path):
-    lake = FrozenLake(CANONICAL_GRIDS["4x4"], False)
-    judge = TableJudge([lake], lake_words("cells", "neighbours"), Reader(None), {"thought": "neighbours"}, episodes=1)
-    followed = {"thought": 0.75, "prompt": 0.25, "neither": 0.0, "changed": 0.875, "states": 8}
-    told = {"true_thoughts": 0.5, "true_words": 0.9, "behind_false_thoughts": followed}
-    answers = judge.baseline_answers("random") | {"format_validity": 1.0, "shown": []} | told
-    compared = judge.compare({"trained, greedy": answers, "random": judge.baseline_answers("random")})
-    printed = " ".join(compared.text.split())
-    assert "changes in 88% of 8 states. It is best on the thought's map in 75%, on the prompt's in 25%" in printed
-    assert "50.0% of thoughts are true, 90.0% of their words." in printed
-    compared.save(tmp_path)
-    written = json.loads((tmp_path / "evaluation.json").read_text())
-    assert written["thoughts"] == {"trained, greedy": told, "random": {}}
-
-
-def test_thoughts_are_drawn_below_their_maps(tmp_path, monkeypatch):
-    """A scripted model that says ice of every hole: its words stand in the picture, the false ones are told apart."""
-    lakes = [FrozenLake(CANONICAL_GRIDS["4x4"], slips) for slips in (True, False)]
-    judge = TableJudge(lakes, lake_words("cells", "neighbours"), Reader(None), {"thought": "neighbours"}, episodes=1)
-
-    def completions(self, _model, _prompts, _samples, guesses):
-        return [text.replace("hole", "ice") for text in guesses]
-
-    monkeypatch.setattr(Reader, "completions", completions)
-    monkeypatch.setattr(TableJudge, "follows", lambda *_: {"states": 0})
-    answers = judge.answers(None)
-    assert [number for number, *_ in answers["shown"]] == [1, 5, 9, 12, 16, 20]  # of 11 states of each lake
-    written = []
-    monkeypatch.setattr("tasks.tabular.thoughts_figure", lambda *a: written.append(a) or thoughts_figure(*a))
-    judge.compare({"trained, greedy": json.loads(json.dumps(answers))}).save(tmp_path)
-    assert (tmp_path / "thoughts.png").stat().st_size > 10_000
-    ((shown, title),) = written
-    assert title.startswith("trained, greedy: 27.3% of 22 thoughts are true")
-    fifth = shown[1]
-    state = lakes[0].acting_states[5]
-    assert (fifth.environment, fifth.state) == (lakes[0], state)
-    true = parse_completion(lake_words("cells", "neighbours").reply(lakes[0], state, 0)).thought.split()
-    assert [word for word, _ in fifth.words] == [word.replace("hole", "ice") for word in true]
-    assert [is_true for _, is_true in fifth.words] == [not word.startswith("hole") for word in true]
-    assert fifth.action_A.tolist() == [1, 0, 0, 0]
-
-
-def test_a_thought_is_broken_into_lines():
-    words = [("LEFT", True), ("ice.", True), ("UP", True), ("ice.", False)]
-    assert _lines_of_words(words, 9) == [words[:2], words[2:]]
-    assert _lines_of_words([], 20) == [[("(no thought)", False)]]
 
 
 def test_a_thought_without_the_map_has_no_false_word():

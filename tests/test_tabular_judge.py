@@ -1,4 +1,4 @@
-"""`TableJudge` of tasks/tabular.py: a model's completions as policy tables, and what is said of them."""
+"""`TableJudge`: a model's completions as policy tables, and what is said of them."""
 
 import json
 from dataclasses import replace
@@ -8,15 +8,17 @@ import pytest
 from tiny_models import build_tiny_model
 
 from llm_policy.chat import Reader
+from llm_policy.completions import parse_completion
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, FrozenLake, acting_states
-from llm_policy.environments.policy_table import constant_policy, expert_policy, uniform_policy
+from llm_policy.environments.pictures import thoughts_figure
+from llm_policy.environments.policy_table import best_actions, constant_policy, expert_policy, uniform_policy
 from llm_policy.environments.toy_text import CliffWalking, Taxi
 from llm_policy.errors import InputError
 from llm_policy.models import load_model, load_tokenizer
 from prompts import format_example, policy_messages
-from tasks import cliff_walking, frozen_lake, tabular, taxi
-from tasks.frozen_lake import lake_words
-from tasks.tabular import TableJudge
+from tasks import cliff_walking, frozen_lake, tabular_judge, taxi
+from tasks.frozen_lake import exchanged, lake_words
+from tasks.tabular_judge import TableJudge
 
 GRID = CANONICAL_GRIDS["4x4"]
 LAKE = FrozenLake(GRID)
@@ -75,7 +77,7 @@ def test_the_exact_answers_of_samples_become_their_mean(monkeypatch):
     # Per state: LEFT, LEFT, UP, unreadable (a uniformly random action); tests/test_answers.py has where they come from
     rows_GA = np.array([[1, 0, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0.25] * 4])
     found = np.zeros((11, 4)), np.tile(rows_GA, (11, 1, 1)), 0.75
-    monkeypatch.setattr(tabular, "sampled_answers", lambda *_: found)
+    monkeypatch.setattr(tabular_judge, "sampled_answers", lambda *_: found)
     answers = judge_of().answers(None, samples=4)
     assert json.loads(json.dumps(answers)) == answers, "fit for a file"
     policy_SA = np.array(answers["policies"][0])
@@ -207,12 +209,12 @@ def test_the_optimum_is_one_of_every_map(policies_SA, is_optimal):
 @pytest.mark.parametrize(("percents", "is_optimal"), [((100.0, 99.95), True), ((100.0, 99.8), False), ((50.0,), False)])
 def test_what_counts_as_the_optimum(percents, is_optimal, monkeypatch):
     left = iter(percents)
-    score_policy = tabular.score_policy
+    score_policy = tabular_judge.score_policy
 
     def scored(*arguments):
         return replace(score_policy(*arguments), percent_of_optimal=next(left), optimal_states=10)
 
-    monkeypatch.setattr(tabular, "score_policy", scored)
+    monkeypatch.setattr(tabular_judge, "score_policy", scored)
     answers = {"policies": [EXPERT.tolist()] * len(percents), "format_validity": 1.0}
     assert judge_of([LAKE] * len(percents)).judgement(answers).is_optimal is is_optimal
 
@@ -264,7 +266,7 @@ def test_baselines_follow_the_judges_seed(monkeypatch):
         seeds.append(seed)
         return uniform_policy(16, 4)
 
-    monkeypatch.setattr(tabular, "baseline_policy", recorded)
+    monkeypatch.setattr(tabular_judge, "baseline_policy", recorded)
     judge_of([LAKE] * 2, seed=5).baseline_answers("q-learning")
     assert seeds == [5, 5]
 
@@ -341,6 +343,90 @@ def test_a_thought_that_looks_at_the_map_is_sampled_and_not_taken_for_granted(se
         asked.append(arguments[-1])
         return np.zeros((11, 4)), np.full((11, 1, 4), 0.25), 1.0
 
-    monkeypatch.setattr(tabular, "sampled_answers", sampled)
-    tabular.TableJudge([LAKE], lake_words("coordinates"), Scripted(), settings).answers(None, samples=1)
+    monkeypatch.setattr(tabular_judge, "sampled_answers", sampled)
+    tabular_judge.TableJudge([LAKE], lake_words("coordinates"), Scripted(), settings).answers(None, samples=1)
     assert asked == [is_fixed]
+
+
+# Thoughts with a false word --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("followed", ["thought", "prompt", "neither"])
+def test_what_the_answer_follows(followed, monkeypatch):
+    """Scripted models: the exchanged map's best action, the prompt's, one that is best in neither."""
+    words = lake_words("cells", "neighbours")
+    judge = TableJudge([FrozenLake(CANONICAL_GRIDS["4x4"], False)], words, Reader(None), {})
+    (lake,) = judge.environments
+    states = [state for state in lake.acting_states if exchanged(lake, state)]
+    true = [words.reply(lake, state, 0) for state in states]
+
+    def behind(_reader, _model, prompts, replies, actions):
+        rows = []
+        if replies == true:
+            return np.array([best_actions(lake)[state] for state in states], dtype=float)
+        for state, prompt, reply in zip(states, prompts, replies, strict=True):
+            other = exchanged(lake, state)
+            assert prompt == words.messages(lake, state)
+            assert reply == words.reply(other, state, 0) != words.reply(lake, state, 0)
+            best, best_there = best_actions(lake)[state], best_actions(other)[state]
+            rows.append({"thought": best_there, "prompt": best, "neither": ~(best | best_there)}[followed])
+        return np.array(rows, dtype=float)
+
+    monkeypatch.setattr("tasks.tabular_judge.answers_behind", behind)
+    found = judge.follows(None)
+    assert found.pop("states") == len(states) >= 5
+    assert found.pop("changed") == float(followed != "prompt")
+    assert found == {name: float(name == followed) for name in ("thought", "prompt", "neither")}
+
+
+def test_a_policy_that_reads_no_thought_changes_no_answer(monkeypatch):
+    """Always UP is best on the thought's map in some states: what it follows says nothing without `changed`."""
+    judge = TableJudge([FrozenLake(CANONICAL_GRIDS["4x4"], False)], lake_words("cells", "ways"), Reader(None), {})
+    monkeypatch.setattr("tasks.tabular_judge.answers_behind", lambda _r, _m, prompts, *_: np.eye(4)[[3] * len(prompts)])
+    found = judge.follows(None)
+    assert found["thought"] > 0
+    assert found["changed"] == 0
+    monkeypatch.setattr("tasks.tabular_judge.MOST_EXCHANGED", 3)
+    assert judge.follows(None)["states"] == 3
+
+
+def test_false_thoughts_stand_below_the_table_and_in_the_file(tmp_path):
+    lake = FrozenLake(CANONICAL_GRIDS["4x4"], False)
+    judge = TableJudge([lake], lake_words("cells", "neighbours"), Reader(None), {"thought": "neighbours"}, episodes=1)
+    followed = {"thought": 0.75, "prompt": 0.25, "neither": 0.0, "changed": 0.875, "states": 8}
+    told = {"true_thoughts": 0.5, "true_words": 0.9, "behind_false_thoughts": followed}
+    answers = judge.baseline_answers("random") | {"format_validity": 1.0, "shown": []} | told
+    compared = judge.compare({"trained, greedy": answers, "random": judge.baseline_answers("random")})
+    printed = " ".join(compared.text.split())
+    assert "changes in 88% of 8 states. It is best on the thought's map in 75%, on the prompt's in 25%" in printed
+    assert "50.0% of thoughts are true, 90.0% of their words." in printed
+    compared.save(tmp_path)
+    written = json.loads((tmp_path / "evaluation.json").read_text())
+    assert written["thoughts"] == {"trained, greedy": told, "random": {}}
+
+
+def test_thoughts_are_drawn_below_their_maps(tmp_path, monkeypatch):
+    """A scripted model that says ice of every hole: its words stand in the picture, the false ones are told apart."""
+    lakes = [FrozenLake(CANONICAL_GRIDS["4x4"], slips) for slips in (True, False)]
+    judge = TableJudge(lakes, lake_words("cells", "neighbours"), Reader(None), {"thought": "neighbours"}, episodes=1)
+
+    def completions(self, _model, _prompts, _samples, guesses):
+        return [text.replace("hole", "ice") for text in guesses]
+
+    monkeypatch.setattr(Reader, "completions", completions)
+    monkeypatch.setattr(TableJudge, "follows", lambda *_: {"states": 0})
+    answers = judge.answers(None)
+    assert [number for number, *_ in answers["shown"]] == [1, 5, 9, 12, 16, 20]  # of 11 states of each lake
+    written = []
+    monkeypatch.setattr("tasks.tabular_judge.thoughts_figure", lambda *a: written.append(a) or thoughts_figure(*a))
+    judge.compare({"trained, greedy": json.loads(json.dumps(answers))}).save(tmp_path)
+    assert (tmp_path / "thoughts.png").stat().st_size > 10_000
+    ((shown, title),) = written
+    assert title.startswith("trained, greedy: 27.3% of 22 thoughts are true")
+    fifth = shown[1]
+    state = lakes[0].acting_states[5]
+    assert (fifth.environment, fifth.state) == (lakes[0], state)
+    true = parse_completion(lake_words("cells", "neighbours").reply(lakes[0], state, 0)).thought.split()
+    assert [word for word, _ in fifth.words] == [word.replace("hole", "ice") for word in true]
+    assert [is_true for _, is_true in fifth.words] == [not word.startswith("hole") for word in true]
+    assert fifth.action_A.tolist() == [1, 0, 0, 0]

@@ -29,7 +29,7 @@ from llm_policy.grpo.stages import GRPO_FOLDER, WARM_START_FOLDER
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.models import load_model, load_tokenizer
 from llm_policy.run_files import ROOT, only_process_in, write_run_files
-from tasks.tabular import TableJudge
+from tasks.tabular_judge import TableJudge
 from train_script import enough_rows, main, read_options
 
 LAPTOP = str(ROOT / "configs/laptop.yaml")
