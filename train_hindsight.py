@@ -22,7 +22,7 @@ from trl import ModelConfig
 
 from llm_policy import adapters, run_files
 from llm_policy.chat import Reader
-from llm_policy.checkpoints import checkpoint_to_resume_from, keep_newest, show_finished
+from llm_policy.checkpoints import checkpoint_to_resume_from, is_finished, keep_newest
 from llm_policy.command_line import parse_arguments
 from llm_policy.errors import InputError, check_alone, check_choices, disk_errors, run_script
 from llm_policy.grpo import arguments as rules
@@ -101,13 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for note in filter(None, (options.note, take_granted_threads())):
         print(note, flush=True)
     adapters.check_model_options(options.model)
-    has_ended = script.resume_from_checkpoint is not None and (folder / run_files.EVALUATION_FILE).exists()
-    if script.resume_from_checkpoint:
-        may_differ = rules.SHOWN_OTHERWISE if has_ended else (*rules.SHOWN_OTHERWISE, *LENGTH)
-        run_files.check_same_run(folder, options.groups, may_differ)
-    run_files.check_output_dir(folder, resumes=script.resume_from_checkpoint is not None)
-    if has_ended:
-        show_finished(folder)
+    if is_finished(folder, options.groups, script.resume_from_checkpoint, rules.SHOWN_OTHERWISE, LENGTH):
         return 0
     with run_files.only_process_in(folder):
         return train(options)

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llm_policy import run_files
-from llm_policy.checkpoints import show_finished
+from llm_policy.checkpoints import is_finished
 from llm_policy.errors import check_alone, disk_errors, packages_of, run_script
 from llm_policy.interruption import RESUME
 from llm_policy.policy_gradient.arguments import EXTRA, FREE_TO_CHANGE, read_arguments
@@ -31,10 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, config = read_arguments(sys.argv[1:] if argv is None else list(argv), __doc__)
     check_alone()
     folder = Path(str(arguments.output_dir))
-    run_files.check_output_dir(folder, resumes=arguments.resume_from_checkpoint is not None)
-    run_files.check_same_run(folder, [arguments], FREE_TO_CHANGE)
-    if (folder / run_files.EVALUATION_FILE).exists():
-        show_finished(folder)
+    if is_finished(folder, [arguments], arguments.resume_from_checkpoint, FREE_TO_CHANGE):
         return 0
     with packages_of(EXTRA):
         run = importlib.import_module("llm_policy.policy_gradient.run")

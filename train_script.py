@@ -29,7 +29,7 @@ from trl import GRPOConfig, ModelConfig
 
 from llm_policy import adapters, processes, run_files
 from llm_policy.chat import Reader, reply_token_ids
-from llm_policy.checkpoints import checkpoint_to_resume_from, show_finished, supersede
+from llm_policy.checkpoints import checkpoint_to_resume_from, is_finished, supersede
 from llm_policy.command_line import asks_for_help, parse_arguments, read_option, take_config
 from llm_policy.errors import EXIT_INPUT_ERROR, OPTION_ERRORS, InputError, disk_errors, library_errors, run_script
 from llm_policy.grpo import arguments as rules
@@ -134,25 +134,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if processes.count() > 1:
         asked = {f"--{name}": value for name, value in run_files.resolved_config(*options.groups).items()}
         processes.check_agreement(asked | run_files.source_facts())
-    if processes.from_main(lambda: is_finished(options)):
+    if processes.from_main(lambda: has_ended(options)):
         return 0
     with run_files.only_process_in(output_dir) if processes.is_main() else nullcontext():
         return train(options)
 
 
-def is_finished(options: Options) -> bool:
+def has_ended(options: Options) -> bool:
     """Whether the run has ended already, and its result is printed; `InputError` where its folder is not to be used."""
-    training, output_dir = options.training, options.output_dir
-    has_ended = training.resume_from_checkpoint == "auto" and (output_dir / run_files.EVALUATION_FILE).exists()
-    if training.resume_from_checkpoint:
-        may_differ = rules.SHOWN_OTHERWISE if has_ended else (*rules.SHOWN_OTHERWISE, *rules.LENGTH)
-        if run_files.processes_before(output_dir) not in (None, processes.count()):
-            may_differ = (*may_differ, *rules.BATCH)
-        run_files.check_same_run(output_dir, options.groups, may_differ)
-    run_files.check_output_dir(output_dir, resumes=training.resume_from_checkpoint is not None)
-    if has_ended:
-        show_finished(output_dir)
-    return has_ended
+    output_dir, resume, may_differ = options.output_dir, options.training.resume_from_checkpoint, rules.SHOWN_OTHERWISE
+    if resume and run_files.processes_before(output_dir) not in (None, processes.count()):
+        may_differ = (*may_differ, *rules.BATCH)
+    return is_finished(output_dir, options.groups, resume, may_differ, rules.LENGTH)
 
 
 def train(options: Options) -> int:

@@ -8,7 +8,7 @@ import hashlib
 import os
 import pickle
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,7 +18,14 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from llm_policy.errors import WRITE_ERRORS, InputError, writing
 from llm_policy.interruption import RESUME
-from llm_policy.run_files import EVALUATION_FILE, JUDGE_AGAIN, finished_text, write_whole
+from llm_policy.run_files import (
+    EVALUATION_FILE,
+    JUDGE_AGAIN,
+    check_output_dir,
+    check_same_run,
+    finished_text,
+    write_whole,
+)
 
 COMPLETE_MARK = "COMPLETE"  # the list
 BEGUN_MARK = "COMPLETE.partial"  # until the list is written
@@ -76,10 +83,31 @@ def check_finished(output_dir: Path) -> None:
         raise InputError(f"{wrong}; put the old file back, or {JUDGE_AGAIN}")
 
 
-def show_finished(output_dir: Path) -> None:
-    """Print the result of a finished run again; `InputError` where a file of it is gone or changed."""
-    check_finished(output_dir)
-    print(finished_text(output_dir), end="")
+def is_finished(
+    output_dir: Path,
+    groups: Sequence,
+    resume: str | None,
+    may_differ: Collection[str],
+    until_it_ends: Collection[str] = (),
+) -> bool:
+    """Before a training: whether the run in its folder has ended already. Then its result is printed again.
+
+    `InputError` where the folder is not to be used, holds another run, or a file of a finished one is gone or changed.
+
+    Args:
+        groups: the arguments.
+        resume: `--resume_from_checkpoint`.
+        may_differ: arguments in which a run may be taken up otherwise than it was begun.
+        until_it_ends: those in which it may as long as it has not ended.
+    """
+    has_ended = resume == "auto" and (output_dir / EVALUATION_FILE).exists()
+    if resume:
+        check_same_run(output_dir, groups, {*may_differ, *(() if has_ended else until_it_ends)})
+    check_output_dir(output_dir, resumes=resume is not None)
+    if has_ended:
+        check_finished(output_dir)
+        print(finished_text(output_dir), end="")
+    return has_ended
 
 
 def damage(folder: Path) -> str | None:

@@ -695,6 +695,6 @@ def test_another_batch_is_another_run_but_in_another_number_of_processes(begun_i
     other = train_script.read_options([*asked, "--per_device_train_batch_size", "16"])
     if is_refused:
         with pytest.raises(InputError, match=r"^--per_device_train_batch_size 16: .* was begun with the default"):
-            train_script.is_finished(other)
+            train_script.has_ended(other)
     else:
-        assert not train_script.is_finished(other)
+        assert not train_script.has_ended(other)
