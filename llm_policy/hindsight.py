@@ -156,7 +156,7 @@ class HindsightLearner:
         state = read_state(folder / STATE_FILE)
         restore_learning_state(state, self.model, self.optimizer)
         self.seen, self.epoch, self.generations = set(state["seen"]), state["epoch"], state["generations"]
-        self.best, self.packed = state["best"], state.get("packed")  # asked again in a checkpoint of before
+        self.best, self.packed = state["best"], state["packed"]
         return state["seconds"]
 
 

@@ -62,11 +62,12 @@ def test_maps_held_out_are_not_trained_on(tmp_path):
     assert tested != held_out(expert, 6, 1)[1]
 
 
-def test_without_test_maps_the_first_ones_are_judged_and_all_are_trained_on(tmp_path):
+def test_without_test_maps_the_first_ones_are_judged_and_all_are_trained_on(tmp_path, capsys):
     expert = read_expert_csv(lakes_csv(tmp_path, MAPS_JUDGED + 5), FrozenLake)
     rows, judged = held_out(expert, 0, 1)
     assert rows is expert
     assert judged == list(dict.fromkeys(expert["environment"]))[:MAPS_JUDGED]
+    assert capsys.readouterr().out.startswith("the first 20 of 25 maps are judged; --test_maps N holds N out")
 
 
 def test_one_map_must_be_left_to_train_on(tmp_path):
