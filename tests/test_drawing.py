@@ -379,6 +379,7 @@ def test_the_prompt():
         ("Look:\n```\n12\n```", "12\n"),
         ("``` python\ndef task(img): pass\n```", "def task(img): pass\n"),
         ("````python\ndef task(img): pass\n````", "def task(img): pass\n"),
+        ("```python3 \ndef task(img): pass\n```", "def task(img): pass\n"),
         ("```def task(img): pass```", "def task(img): pass"),
         ("```\ndef helper(): pass\n```\nthen\n```\ndef task(img): pass\n```", "def task(img): pass\n"),
         ("```\n```", ""),

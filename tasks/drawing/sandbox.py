@@ -42,7 +42,7 @@ PARSE, NO_FUNCTION, TIMEOUT, OUT_OF_MEMORY, RUNTIME, BAD_OUTPUT, CRASHED = ERROR
     "parse", "no_function", "timeout", "memory", "runtime", "bad_output", "crashed",
 )  # fmt: skip
 UNREADABLE = (TypeError, ValueError, OverflowError, RecursionError)  # a set of pictures, say, which no host can build
-FENCE = re.compile(r"`{3,}(?:[ \t]*[a-zA-Z]*\n)?")
+FENCE = re.compile(r"`{3,}(?:[ \t]*(?:[a-zA-Z]\w*)?[ \t]*\n)?")
 DEFINITIONS = (re.compile(rf"^[ \t]*def {NAME}\b", re.MULTILINE), re.compile(r"^[ \t]*def ", re.MULTILINE))
 FUNCTIONS = (Path(__file__).parent / "functions.py").read_text()
 
