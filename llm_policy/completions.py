@@ -113,5 +113,6 @@ def well_formed_rewards(
     columns = {name: [row[name] for row in rows for _ in answers] for name in names if name != "prompt"}
     earned = np.zeros(len(completions))
     for weight, reward in zip(weights, rewards, strict=True):
-        earned += weight * np.asarray(reward(completions, **columns), dtype=float)
+        if weight:  # rows may be tens of thousands
+            earned += weight * np.asarray(reward(completions, **columns), dtype=float)
     return earned.reshape(len(rows), len(answers))

@@ -112,6 +112,8 @@ LATE = [
     ({"report_to": "all"}, {}, None),
     ({"chat_template_kwargs": {"messages": []}}, {}, "--chat_template_kwargs: would reach the trainer's prompts alone"),
     ({"torch_compile": True}, {}, "--torch_compile: would compile passes"),
+    ({"sync_ref_model": True, "beta": 0.1}, {}, "--sync_ref_model: needs a model of its own"),
+    ({"use_liger_kernel": True}, {}, "--use_liger_kernel: is deprecated by TRL"),
     ({"eval_on_start": True}, {}, "--eval_on_start: evaluation is this script's"),
     ({"restore_callback_states_from_checkpoint": True}, {}, "--restore_callback_states_from_checkpoint: would make"),
     ({"generation_kwargs": {"num_beams": 2}}, {}, "--generation_kwargs num_beams 2: sampling behind a shared prompt"),

