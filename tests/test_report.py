@@ -574,6 +574,27 @@ def test_thoughts_have_a_table_of_their_own(results):
     assert "| 2.0 | 1.0 | 9.0, 9.0 of 11.0 |  | 95.1, - % | 99.0, 99.0 % |" in section
 
 
+def test_a_table_of_thoughts_tells_larger_maps_and_a_gpu(results, monkeypatch):
+    of = {"thought_small": ("SFFF|FFFF|FFFF|FFFG", "2 CPU threads"), "thought_large": ("SFFFF|FFFFG", "2 CPU threads")}
+    of["thought_gpu"] = ("SFFF|FFFF|FFFF|FFFG", "NVIDIA H200")
+    for name, (grid, device) in of.items():
+        folder = results / f"maps_never_seen/{name}/seed-1"
+        write_seed(folder, 0.5, is_slippery=False, run={"device": device})
+        evaluation = json.loads((folder / "evaluation.json").read_text()) | {"maps": [grid]}
+        (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    found = maps.of_maps(lakes.training_results())["thoughts"]
+    rows = [cells(row) for row in maps.thoughts_section(found).splitlines()[2:]]
+    assert {row[0].partition("]")[0]: (row[1], row[-2]) for row in rows} == {
+        "[thought_gpu": ("place, not slippery", "4 (NVIDIA H200)"),
+        "[thought_large": ("place, not slippery, 2x5", "4"),
+        "[thought_small": ("place, not slippery", "4"),
+    }
+    pictures = []
+    monkeypatch.setattr(maps, "write_curves", lambda found, *_: pictures.append(list(found)))
+    maps.write_map_curves(lakes.training_results())
+    assert pictures == [["thought_small"], []]
+
+
 def test_a_row_of_the_warm_start_is_of_the_seeds_that_judged_it(results):
     for seed in (1, 2, 3):
         folder = results / f"canonical/natural_slippery/seed-{seed}"

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import BaseModel, FiniteFloat
 
+from llm_policy.environments.frozen_lake import grid_of
 from llm_policy.environments.mdp import OPTIMAL_PERCENT
 from llm_policy.plots import curves_figure
 from llm_policy.reading import read_text
@@ -27,6 +28,7 @@ from llm_policy.report.studies import (
     rows_by_name,
 )
 
+USUAL_SIZE = 4  # rows and columns of a map
 SUMMARY_LAKE = "natural_slippery"  # beside it stand searches and policy gradients
 CURVES = {  # the lines of the first picture
     "natural_slippery": "this repository",
@@ -83,6 +85,7 @@ def seeds_of(folder: Path) -> list[dict]:
                     "command": shlex.split(read_text(folder / "command.txt")),
                     "observation": run.get("observation", ""),
                     "thought": run.get("thought", "place"),
+                    "gpu": _gpu(run.get("device", "")),
                     "thoughts": evaluation.get("thoughts", {}),
                     "policies": rows_by_name(evaluation, PolicyRow, TRAINED),
                     "metrics": metrics,
@@ -92,6 +95,28 @@ def seeds_of(folder: Path) -> list[dict]:
                 }
             )
     return found
+
+
+def _gpu(device: str) -> str:
+    """Its name in run.json; empty for CPUs.
+
+    >>> _gpu("NVIDIA H200"), _gpu("2 CPU threads, AMD EPYC")
+    ('NVIDIA H200', '')
+    """
+    return "" if "CPU" in device else device
+
+
+def on_gpu(seed: dict) -> str:
+    """Behind its minutes, where they are not a CPU's."""
+    return f" ({seed['gpu']})" if seed["gpu"] else ""
+
+
+def other_size(seed: dict) -> str:
+    """Of the maps, where it is not the usual one. Older evaluations hold no more than how many there are."""
+    if not isinstance(seed["maps"], list):
+        return ""
+    grid = grid_of(seed["maps"][0])
+    return "" if len(grid) == len(grid[0]) == USUAL_SIZE else f", {len(grid)}x{len(grid[0])}"
 
 
 def _verdict(file: Path) -> str:

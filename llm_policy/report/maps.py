@@ -16,7 +16,7 @@ from llm_policy.plots import curves_figure
 from llm_policy.report import files
 from llm_policy.report.cells import each, link_to, listed, markdown, values, with_seeds
 from llm_policy.report.dates import date_and_commit, made, made_by
-from llm_policy.report.lakes import last_step, of_studies, write_curves
+from llm_policy.report.lakes import last_step, of_studies, on_gpu, other_size, write_curves
 from llm_policy.report.studies import MAPS, TRAINED, WARM_START
 
 OBSERVATION, OBSERVED = "observation_", "random_maps_dry"  # results with another observation, and what they change
@@ -76,10 +76,11 @@ def thoughts_section(results: Mapping[str, list[dict]]) -> str:
     rows = []
     for name, seeds in results.items():
         trained = [seed["policies"][TRAINED] for seed in seeds]
+        ice = "slippery" if seeds[0]["is_slippery"] else "not slippery"
         rows.append(
             [
                 link_to(name, seeds),
-                f"{seeds[0]['thought']}, {'slippery' if seeds[0]['is_slippery'] else 'not slippery'}",
+                f"{seeds[0]['thought']}, {ice}{other_size(seeds[0])}",
                 f"{np.mean([_tokens(seed) for seed in seeds]):.0f}",
                 values(trained, "percent_of_optimal", 1),
                 _percent_of_optimal(seeds, WARM_START),
@@ -90,7 +91,7 @@ def thoughts_section(results: Mapping[str, list[dict]]) -> str:
                 *_followed(seeds),
                 each(seeds, last_step),
                 each(seeds, lambda seed: f"{np.median([line['step_time'] for line in seed['metrics']]):.0f}"),
-                each(seeds, lambda seed: f"{seed['minutes']:.0f}"),
+                each(seeds, lambda seed: f"{seed['minutes']:.0f}") + on_gpu(seeds[0]),
                 made_by(seeds),
             ]
         )
@@ -211,11 +212,16 @@ def probe_section(file: Path) -> str:
 
 
 def write_map_curves(results: Mapping[str, list[dict]]) -> None:
+    """Of maps of the usual size and of CPUs, whose minutes compare."""
     found = of_maps(results)
+
+    def compares(seed: dict, is_slippery: bool) -> bool:
+        return seed["is_slippery"] == is_slippery and not seed["gpu"] and not other_size(seed)
+
     for is_slippery, ice in ((False, "dry"), (True, "slippery")):
         title = f"Maps never seen in training, {'slippery' if is_slippery else 'not slippery'}"
         maps, observations, thoughts = (
-            {name: seeds for name, seeds in found[kind].items() if seeds[0]["is_slippery"] == is_slippery}
+            {name: seeds for name, seeds in found[kind].items() if compares(seeds[0], is_slippery)}
             for kind in ("maps", "observations", "thoughts")
         )
         write_curves(maps | thoughts, f"random_maps_{ice}", title, "percent_of_optimal", "percent of the optimum")

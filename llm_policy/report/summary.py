@@ -7,11 +7,12 @@ import numpy as np
 from llm_policy.environments.mdp import OPTIMAL_PERCENT
 from llm_policy.report.cells import FEW, link, markdown, values
 from llm_policy.report.dates import made_by
-from llm_policy.report.lakes import SUMMARY_LAKE
+from llm_policy.report.lakes import SUMMARY_LAKE, on_gpu, other_size
 from llm_policy.report.other_games import summary_row
 from llm_policy.report.studies import POLICY_GRADIENT, SEARCH, TRAINED, UNTRAINED
 
 OURS = "GRPO, this repository"
+SEARCHES = f"{OURS}: it searches the map in its thought"
 TOLD = f"{OURS}: the prompt says what lies around"
 # The rows of training: what each is called there, and the score
 SUMMARY = {
@@ -20,8 +21,9 @@ SUMMARY = {
     "ablation_objective_grpo": ("GRPO of sampled rewards alone", "success_probability"),
     "cloning_slippery": ("supervision: cloning of the best action", "success_probability"),
     "natural_deterministic": (OURS, "success_probability"),
-    "thought_search_dry": (f"{OURS}: it searches the map in its thought", "percent_of_optimal"),
-    "thought_search_slippery_80": (f"{OURS}: it searches the map in its thought", "percent_of_optimal"),
+    "thought_search_dry": (SEARCHES, "percent_of_optimal"),
+    "thought_search_slippery_80": (SEARCHES, "percent_of_optimal"),
+    "thought_search_8x8_dry": (SEARCHES, "percent_of_optimal"),
     "random_maps_dry_ways_250": (TOLD, "percent_of_optimal"),
     "random_maps_slippery_ways_250": (TOLD, "percent_of_optimal"),
 }
@@ -57,7 +59,7 @@ def _summary_row(name: str, seeds: Sequence[dict], system: str, score: str) -> l
     trained = [seed["policies"][TRAINED] for seed in seeds]
     if score == "percent_of_optimal":
         ice = "slippery" if seeds[0]["is_slippery"] else "not slippery"
-        where = f"{trained[0]['maps']} maps never seen, {ice}: percent of the optimum"
+        where = f"{trained[0]['maps']} maps never seen, {ice}{other_size(seeds[0])}: percent of the optimum"
         scores, optimum = values(trained, score, 1), "100"
     else:
         where = f"{'slippery lake' if seeds[0]['is_slippery'] else 'lake without slip'}: success"
@@ -69,7 +71,7 @@ def _summary_row(name: str, seeds: Sequence[dict], system: str, score: str) -> l
             found = np.array([row[score] for row in trained])
             at_optimum = np.sum(100 * found >= OPTIMAL_PERCENT * best)
             scores = f"**{found.mean():.4f}** (the optimum in {at_optimum} of {len(trained)})"
-    minutes = f"{np.mean([seed['minutes'] for seed in seeds]):.0f}"
+    minutes = f"{np.mean([seed['minutes'] for seed in seeds]):.0f}{on_gpu(seeds[0])}"
     label = link(system, seeds[0]["study"], name)
     return [label, where, scores, optimum, len(seeds), minutes, made_by(seeds)]
 
