@@ -12,6 +12,7 @@ a token, L places of the padded prompt, K own places of a row, N tokens of a pas
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 
@@ -33,6 +34,7 @@ GUESSED_PER_PASS = 64  # tokens of a row: what stands behind a wrong guess, or a
 # nearly four times as long as none while a model was half taught (LOG.md)
 GUESSED_AGAIN = 16
 FOUND_AGAIN = 2  # tokens in a row, at least, that stand elsewhere, too
+NO_TOKEN = -1  # between texts
 
 
 @torch.no_grad()
@@ -262,10 +264,9 @@ class _Drafts:
     """
 
     def __init__(self, guesses: Sequence[TokenIds]) -> None:
-        self._places: dict[TokenIds, list[tuple[TokenIds, int]]] = {}  # the last tokens before each place
-        for guess in dict.fromkeys(map(tuple, guesses)):
-            for place in range(FOUND_AGAIN, len(guess)):
-                self._places.setdefault(guess[place - FOUND_AGAIN : place], []).append((guess, place))
+        self._texts = list(dict.fromkeys(map(tuple, guesses)))
+        self._tokens = np.array([token for text in self._texts for token in (NO_TOKEN, *text)])
+        self._starts = np.cumsum([0, *(1 + len(text) for text in self._texts)]) + 1  # the last is the completion's own
 
     def next(self, guess: TokenIds, completion: list[int], again: int) -> TokenIds:
         """Nothing where there is no guess: what is not known at all does not repeat itself enough.
@@ -278,20 +279,38 @@ class _Drafts:
             return guess[done : done + GUESSED_PER_PASS]
         if not again or not guess:
             return ()
-        written, last = tuple(completion), tuple(completion[-FOUND_AGAIN:])
-        found = list(self._places.get(last, ()))
-        found += [(written, i) for i in range(FOUND_AGAIN, done) if written[i - FOUND_AGAIN : i] == last]
-        if not found:
-            return ()
+        ends = _where_most_stand(np.concatenate([self._tokens, [NO_TOKEN, *completion]]), done)
+        texts = np.searchsorted(self._starts, ends, side="right") - 1
+        places = zip(texts.tolist(), (ends - self._starts[texts]).tolist(), strict=True)
+        all_texts = [*self._texts, tuple(completion)]
 
-        def likeness(where: tuple[TokenIds, int]) -> tuple[int, bool, int]:
+        def likeness(where: tuple[int, int]) -> tuple[bool, int]:
             text, place = where
-            most = min(place, done)
-            alike = next((i for i in range(most) if text[place - 1 - i] != written[-1 - i]), most)
-            return alike, text == guess, -abs(place - done)
+            return all_texts[text] == guess, -abs(place - done)
 
-        text, place = max(found, key=likeness)
-        return text[place : place + again]
+        text, place = max(places, key=likeness, default=(-1, done))
+        return all_texts[text][place : place + again]
+
+
+def _where_most_stand(tokens: np.ndarray, written: int) -> np.ndarray:
+    """Where in `tokens` a token follows what most of the last ones are, of which the last `written` count.
+
+    At least `FOUND_AGAIN` of them, or there is no such place.
+    """
+
+    def those_behind(ends: np.ndarray, count: int) -> np.ndarray:
+        before = tokens[np.maximum(ends[:, None] - np.arange(1, count + 1), 0)]
+        return ends[(before == tokens[: -count - 1 : -1]).all(axis=1)]
+
+    ends = those_behind(np.flatnonzero((tokens[:-1] == tokens[-1]) & (tokens[1:] != NO_TOKEN)) + 1, FOUND_AGAIN)
+    count, too_many = FOUND_AGAIN, written + 1
+    while len(ends) and count + 1 < too_many:  # twice as many as long as that goes, then by halves
+        more = min(2 * count, (count + too_many) // 2)
+        if len(longer := those_behind(ends, more)):
+            ends, count = longer, more
+        else:
+            too_many = more
+    return ends
 
 
 def _take_samples(
