@@ -46,7 +46,8 @@ class Arguments(QuestionArguments):
             raise InputError(f"--options {self.options}: expected 0, or {FEWEST_OPTIONS} to {MOST_OPTIONS}")
 
 
-def riddle(record: Fields, _: random.Random) -> Question:
+def riddle(record: Fields, draw: random.Random) -> Question:
+    """Its options in an order of `draw`: files may have the right one always in the same place."""
     answers = (text_of(record, "answer"), *_texts(record, "aliases"))
     if not all(map(normalised, answers)):
         raise InputError(f"column answer: {answers}, expected words")
@@ -56,6 +57,7 @@ def riddle(record: Fields, _: random.Random) -> Question:
         raise InputError(f"column options: {count} of them, expected {FEWEST_OPTIONS} to {MOST_OPTIONS}")
     if question.options and sum(map(question.is_right, question.options)) != 1:
         raise InputError(f"column options: {', '.join(question.options)}: expected {answers[0]!r} once among them")
+    question = replace(question, options=tuple(draw.sample(question.options, count)))
     if question.options and question.chosen(answers[0]) is None:  # an alias is
         right = next(filter(question.is_right, question.options))
         return replace(question, answers=(right, *answers))

@@ -14,7 +14,7 @@ import train_script
 from llm_policy.errors import InputError
 from llm_policy.models import load_tokenizer
 from tasks.questions.data import normalised
-from tasks.riddles import PYRIDDLE, WORDS, Arguments, make_judge, make_task, riddle, riddles
+from tasks.riddles import PYRIDDLE, WORDS, Arguments, make_judge, make_task, read_riddles, riddle, riddles
 
 TASK = ("--task", "riddles", "--config", "configs/riddles_laptop.yaml", "--report_to", "none")
 
@@ -79,7 +79,20 @@ def test_an_alias_among_the_options_is_the_answer():
     record = {"question": "x", "answer": "map", "aliases": ["globe"], "options": ["sea", "globe"]}
     question = riddle(record, random.Random(0))
     assert question.answers == ("globe", "map", "globe")
-    assert question.chosen(question.answers[0]) == 1
+    assert question.options[question.chosen(question.answers[0])] == "globe"
+
+
+def test_options_of_a_file_stand_in_an_order_of_the_split_seed(tmp_path):
+    record = {"question": "x", "answer": "map", "options": ["map", "sea", "fox", "ink"]}
+    rows = [json.dumps(record | {"question": f"{number}?"}) for number in range(40)]
+    (tmp_path / "first.jsonl").write_text("\n".join(rows))
+
+    def read(seed: int) -> list[tuple[str, ...]]:
+        return [question.options for question in read_riddles(str(tmp_path / "first.jsonl"), seed)]
+
+    assert read(1) == read(1) != read(2)
+    assert {options.index("map") for options in read(1)} == {0, 1, 2, 3}
+    assert {tuple(sorted(options)) for options in read(1)} == {("fox", "ink", "map", "sea")}
 
 
 def test_a_share_beside_a_test_file_would_be_read_by_nobody():
