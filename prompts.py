@@ -6,7 +6,7 @@ behaves, what the letters mean and what an answer looks like.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import cycle
 
 from llm_policy.chat import Messages
@@ -177,7 +177,7 @@ def policy_messages(grid: Grid, state: int, is_slippery: bool, observation: str 
 
 # Thoughts: what the warm start teaches, (grid, row-major index of the agent's cell) -> text. All of it follows from the
 # map and the dynamics, prefers no action, and needs no more than the words before it and a look at the map. In order
-# they are 11, 26, 67 and 118 tokens in the mean of 300 maps of 4x4, and at most 11, 30, 107 and 271; the search on
+# they are 11, 26, 67 and 116 tokens in the mean of 300 maps of 4x4, and at most 11, 30, 107 and 271; the search on
 # slippery ice 218 and 370 (100 maps).
 
 
@@ -347,6 +347,7 @@ THOUGHTS = {"place": think_place, "neighbours": think_neighbours, "ways": think_
 SLIPPERY_THOUGHTS = THOUGHTS | {"search": think_slips}  # what differs where the ice is slippery
 
 
+@lru_cache(maxsize=16)  # a lesson asks for each action
 def thought_text(grid: Grid, state: int, thought: str = "place", is_slippery: bool = False) -> str:
     """What is true of the agent's place, the map and the ice, in the words of `thought`."""
     if thought not in THOUGHTS:

@@ -204,7 +204,7 @@ def _sample_along(
     came_true = 0  # guessed tokens of the last pass, of all rows together
     while rows:
         again = min(GUESSED_PER_PASS, max(GUESSED_AGAIN, 2 * came_true) // len(rows))
-        most = LOGITS_PER_PASS // (len(rows) * vocabulary)
+        most = max(0, LOGITS_PER_PASS // (len(rows) * vocabulary) - 1)  # beside the token that is known
         ahead = []
         for first, *_ in rows:
             done = completions[first]
@@ -288,8 +288,11 @@ class _Drafts:
             text, place = where
             return all_texts[text] == guess, -abs(place - done)
 
-        text, place = max(places, key=likeness, default=(-1, done))
-        return all_texts[text][place : place + again]
+        text, place = max(places, key=likeness, default=(0, len(self._texts[0])))
+        found = all_texts[text][place : place + again]
+        if all_texts[text] is not all_texts[-1]:
+            return found
+        return (found * again)[:again]  # where its own end comes, it has gone round in a circle
 
 
 def _where_most_stand(tokens: np.ndarray, written: int) -> np.ndarray:

@@ -132,10 +132,10 @@ class TableJudge:
     def follows(self, model: PreTrainedModel) -> dict[str, float]:
         """What the answer follows behind a thought that is true of the `exchanged` environment, not of the prompt's.
 
-        Over acting states of the first `MAPS_JUDGED` environments in which no action is best in both, `MOST_EXCHANGED`
-        of them. `thought`, `prompt` and `neither` are the shares of the answers that are best in the one, in the other,
-        in none. `changed` is the share that differs from the answer behind the true thought: 0 where the thought has no
-        say. `states` says how many there are.
+        Over acting states of the first `MAPS_JUDGED` environments in which no action is best in both, at most
+        `MOST_EXCHANGED` of them. `thought`, `prompt` and `neither` are the shares of the answers that are best in the
+        one, in the other, in none. `changed` is the share that differs from the answer behind the true thought: 0 where
+        the thought has no say. `states` says how many there are.
         """
         kept = [
             (own, other, state)

@@ -27,7 +27,7 @@ from llm_policy.report.cells import listed
 COMMITS = {"a" * 40: (300, "2026-11-22"), "b" * 40: (100, "2026-11-21"), "c" * 40: (200, "2026-11-21")}
 WHEN = "2026-11-21, bbbbbbb"
 
-ROW = {"optimal_success": 0.8235, "optimal_at_horizon": 0.7442, "acting_states": 11.0}
+ROW = {"optimal_success": 0.8235, "optimal_at_horizon": 0.7442, "acting_states": 11.0, "maps": 1}
 
 
 def policy(name: str, success: float, states: int) -> dict:
@@ -593,6 +593,51 @@ def test_a_table_of_thoughts_tells_larger_maps_and_a_gpu(results, monkeypatch):
     monkeypatch.setattr(maps, "write_curves", lambda found, *_: pictures.append(list(found)))
     maps.write_map_curves(lakes.training_results())
     assert pictures == [["thought_small"], []]
+    # One seed more, on a GPU: minutes that do not compare
+    write_seed(results / "maps_never_seen/thought_small/seed-2", 0.5, is_slippery=False, run={"device": "NVIDIA H200"})
+    (row,) = maps.thoughts_section({"x": lakes.training_results()["thought_small"]}).splitlines()[2:]
+    assert cells(row)[-2] == "4, 4 (CPU, NVIDIA H200)"
+    maps.write_map_curves(lakes.training_results())
+    assert pictures[2:] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("is_slippery",), "no"), (("maps",), []), (("maps",), ["SFG", "SFG"]), (("maps",), ["SFFG"]),
+        (("thoughts",), None), (("thoughts", "trained, greedy", "behind_false_thoughts"), {"changed": 1.0}),
+        (("policies", 2, "maps"), None), (("policies", 2, "actions"), []), (("policies", 2, "actions"), ["R"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_damaged_judgement_of_maps_is_one_line(results, place, value):
+    folder = results / "maps_never_seen/thought_search/seed-1"
+    write_seed(folder, 0.5, is_slippery=False)
+    evaluation = json.loads((folder / "evaluation.json").read_text()) | {"maps": ["SFG"], "thoughts": {}}
+    evaluation["policies"][2]["actions"] = ["RR."]
+    evaluation["thoughts"]["trained, greedy"] = {"behind_false_thoughts": {"states": 0}}
+    (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    seeds = {"thought_search": lakes.training_results()["thought_search"]}
+    (row,) = maps.thoughts_section(seeds).splitlines()[2:]  # no state was asked behind a false thought
+    assert cells(row)[9:12] == ["", "", ""]
+    inner = evaluation
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    (folder / "evaluation.json").write_text(json.dumps(evaluation))
+    with pytest.raises(InputError, match=r"^results/maps_never_seen/thought_search/seed-1: its files are damaged"):
+        lakes.training_results()
+
+
+@pytest.mark.parametrize("name", ["step_time", "completions/mean_length"])
+def test_steps_of_maps_without_their_figures_are_one_line(results, name):
+    folder = results / "maps_never_seen/thought_search/seed-1"
+    write_seed(folder, 0.5, is_slippery=False)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    del lines[1][name]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    with pytest.raises(InputError, match=r"^results/maps_never_seen/thought_search/seed-1: its files are damaged"):
+        lakes.training_results()
 
 
 def test_a_row_of_the_warm_start_is_of_the_seeds_that_judged_it(results):

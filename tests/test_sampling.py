@@ -470,15 +470,16 @@ def test_a_guess_is_taken_up_again_where_it_says_the_same():
     assert next_of((1, 2, 5, 1, 2, 6, 1, 2, 7), [9, 9, 9, 1, 2]) == (6, 1, 2, 7), "the nearest place"
     assert next_of((1, 2, 5, 4, 1, 2, 6), [9, 9, 4, 1, 2]) == (6,), "more tokens that are the same"
     assert next_of(guess, [*guess, 9, 9]) == ()
-    assert next_of(guess, [9, 9, 10, 11, 9, 12, 9, 10]) == (11, 9, 12, 9, 10), "what is written says it"
+    assert next_of(guess, [9, 9, 10, 11, 9, 12, 9, 10]) == (11, 9, 12, 9, 10, 11, 9, 12), "what is written"
     assert next_of(guess, [9, 2, 3, 11, 2, 3]) == guess[3:], "the guess comes before it"
-    assert next_of(guess, [9, 2, 3, 11, 9, 2, 3]) == (11, 9, 2, 3), "but more tokens before that"
+    assert next_of(guess, [9, 2, 3, 11, 9, 2, 3]) == (11, 9, 2, 3) * 2, "but more tokens before that"
     other = (1, 2, 3, 9, 5, 6, 10, 11)
     assert next_of(guess, [1, 2, 3, 9, 5, 6], [other]) == (10, 11), "another's guess has more of them"
     assert next_of(guess, [9, 9, 2, 3], [other]) == guess[3:], "or else the guess comes first"
     assert next_of((), [9, 2, 3, 11, 9, 2, 3], [other]) == (), "who has no guess is given none"
     assert next_of(guess, [9, 9, 2, 3], again=2) == (4, 5)
     assert next_of(guess, [9, 9, 2, 3], again=0) == ()
+    assert next_of(guess, [9, 9, 10, 11, 10, 11, 10]) == (11, 10) * 4, "round and round"
 
 
 @pytest.mark.parametrize(("rows", "then"), [(1, [(1, 4)]), (4, [(4, 2), (4, 2)])])
@@ -520,7 +521,7 @@ def test_a_right_guess_goes_on_beside_a_wrong_one():
 def test_a_guess_is_no_longer_than_one_pass_allows(monkeypatch, limit):
     model, config = random_policy("llama"), generation(**GREEDY)
     alone = [generated_alone(model, prompt, config) for prompt in PROMPTS]
-    monkeypatch.setattr(sampling, limit, 2 * (4 * model.config.vocab_size if limit == "LOGITS_PER_PASS" else 1))
+    monkeypatch.setattr(sampling, limit, {"LOGITS_PER_PASS": 3 * 4 * model.config.vocab_size}.get(limit, 2))
     shapes = model_passes(model)
     assert sample_completions(model, PROMPTS, config, guesses=alone) == alone
     assert shapes == [(4, 3), (4, 3), (4, 2)]

@@ -267,6 +267,20 @@ def test_where_only_the_lessons_replies_count_nothing_is_sampled(rows, monkeypat
     assert 0.05 <= report["format_validity"] < 0.1, "the head of a tiny policy is never surer"
 
 
+def test_what_packing_is_compared_with_has_one_reply_at_a_time(monkeypatch):
+    """All together their logits took 8 GB with thoughts about 64 cells."""
+    model, _, reader = student()
+    plain, scored = [], warm_start.reply_log_probabilities
+
+    def counting(model, reader, batch, packed):
+        plain.extend([len(batch)] * (not packed))
+        return scored(model, reader, batch, packed)
+
+    monkeypatch.setattr(warm_start, "reply_log_probabilities", counting)
+    assert warm_start.packs(model, reader, LESSONS)
+    assert plain and set(plain) == {1}
+
+
 def test_where_only_the_lessons_replies_count_a_sample_is_one_of_them(monkeypatch):
     _, _, reader = student()
     (_, replies), (_, others) = LESSONS[:2]

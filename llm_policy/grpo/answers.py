@@ -52,7 +52,8 @@ def sampled_answers(
         Per sample (P, G, A) what else is said: the exact probabilities of the actions in the prompt's spelling behind a
         sampled thought, and, where a sample says something else, what `answers_as_read` would make of it (another
         spelling is an action, too; what is none counts as uniformly random, because an agent has to move somehow).
-        Both together are an unbiased estimate. A row of nan is a sample that says nothing else.
+        Both together are an unbiased estimate, but for completions that answer twice: the first answer counts there as
+        well. A row of nan is a sample that says nothing else.
         And the share of sampled completions that are well-formed and name an action.
         `answer_weights` makes one of the first two.
     """

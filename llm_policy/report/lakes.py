@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
-from pydantic import BaseModel, FiniteFloat
+from pydantic import BaseModel, FiniteFloat, TypeAdapter
 
 from llm_policy.environments.frozen_lake import grid_of
 from llm_policy.environments.mdp import OPTIMAL_PERCENT
@@ -17,6 +17,7 @@ from llm_policy.report.cells import each, link_to, markdown, values, with_seeds
 from llm_policy.report.dates import made, made_by
 from llm_policy.report.studies import (
     CANONICAL,
+    MAPS,
     REFERENCES,
     SAMPLED,
     TRAINED,
@@ -50,6 +51,29 @@ class PolicyRow(BaseModel, strict=True):
     acting_states: FiniteFloat
 
 
+class Followed(BaseModel, strict=True):
+    """Behind a false thought; no shares where no state was asked."""
+
+    states: int
+    changed: FiniteFloat = 0.0
+    thought: FiniteFloat = 0.0
+    prompt: FiniteFloat = 0.0
+    neither: FiniteFloat = 0.0
+
+
+class Thoughts(BaseModel, strict=True):
+    true_thoughts: FiniteFloat | None = None
+    behind_false_thoughts: Followed | None = None
+
+
+class Judged(BaseModel, strict=True):
+    """The same of evaluation.json itself. Older ones hold no more than how many maps there are."""
+
+    is_slippery: bool
+    maps: int | list[str] | None = None
+    thoughts: dict[str, Thoughts] = {}
+
+
 class MetricsLine(BaseModel, strict=True):
     """The same of a line of metrics.jsonl."""
 
@@ -73,21 +97,25 @@ def seeds_of(folder: Path) -> list[dict]:
     for seed in finished_seeds(folder, ("result.txt", "metrics.jsonl", "evaluation.json", "run.json", "minutes.txt")):
         with files.whole(seed):
             evaluation = files.read_json(seed / "evaluation.json")
+            judged = Judged.model_validate(evaluation)
             run = files.read_json(seed / "run.json")
             metrics = files.read_lines(seed / "metrics.jsonl", MetricsLine)
             if metrics[0].get("learning_rate") is None:
                 raise ValueError("metrics.jsonl: no first step with its learning rate")
+            policies = rows_by_name(evaluation, PolicyRow, TRAINED)
+            if folder.parent.name == MAPS:
+                _check_maps(judged, policies[TRAINED], metrics)
             found.append(
                 {
                     "study": folder.parent.name,
-                    "is_slippery": evaluation["is_slippery"],
-                    "maps": evaluation.get("maps"),
+                    "is_slippery": judged.is_slippery,
+                    "maps": judged.maps,
                     "command": shlex.split(read_text(folder / "command.txt")),
                     "observation": run.get("observation", ""),
                     "thought": run.get("thought", "place"),
                     "gpu": _gpu(run.get("device", "")),
                     "thoughts": evaluation.get("thoughts", {}),
-                    "policies": rows_by_name(evaluation, PolicyRow, TRAINED),
+                    "policies": policies,
                     "metrics": metrics,
                     "verdict": _verdict(seed / "result.txt"),
                     "minutes": read_minutes(seed),
@@ -95,6 +123,18 @@ def seeds_of(folder: Path) -> list[dict]:
                 }
             )
     return found
+
+
+def _check_maps(judged: Judged, trained: Mapping, metrics: Sequence[Mapping]) -> None:
+    """`ValueError` where something is missing that the tables of maps take."""
+    TypeAdapter(int).validate_python(trained["maps"])
+    for line in metrics:
+        for name in ("step_time", "completions/mean_length"):
+            TypeAdapter(FiniteFloat).validate_python(line[name])
+    if isinstance(judged.maps, list):
+        letters = trained.get("actions", [rows.replace("|", "") for rows in judged.maps])
+        if [len(rows.replace("|", "")) for rows in judged.maps] != [*map(len, letters)] or not letters:
+            raise ValueError("evaluation.json: maps and actions do not fit each other")
 
 
 def _gpu(device: str) -> str:
@@ -106,9 +146,10 @@ def _gpu(device: str) -> str:
     return "" if "CPU" in device else device
 
 
-def on_gpu(seed: dict) -> str:
-    """Behind its minutes, where they are not a CPU's."""
-    return f" ({seed['gpu']})" if seed["gpu"] else ""
+def on_gpu(seeds: Sequence[dict]) -> str:
+    """Behind their minutes, where not all are a CPU's."""
+    found = list(dict.fromkeys(seed["gpu"] or "CPU" for seed in seeds))
+    return "" if found == ["CPU"] else f" ({', '.join(found)})"
 
 
 def other_size(seed: dict) -> str:

@@ -91,7 +91,7 @@ def thoughts_section(results: Mapping[str, list[dict]]) -> str:
                 *_followed(seeds),
                 each(seeds, last_step),
                 each(seeds, lambda seed: f"{np.median([line['step_time'] for line in seed['metrics']]):.0f}"),
-                each(seeds, lambda seed: f"{seed['minutes']:.0f}") + on_gpu(seeds[0]),
+                each(seeds, lambda seed: f"{seed['minutes']:.0f}") + on_gpu(seeds),
                 made_by(seeds),
             ]
         )
@@ -113,7 +113,8 @@ def _true_thoughts(seeds: Sequence[dict], policy: str) -> str:
 
 def _followed(seeds: Sequence[dict]) -> tuple[str, str]:
     """How often a false thought changes the answer, and what the answer is then best by."""
-    found = [seed["thoughts"][TRAINED]["behind_false_thoughts"] for seed in seeds if TRAINED in seed["thoughts"]]
+    all_found = [seed["thoughts"].get(TRAINED, {}).get("behind_false_thoughts") for seed in seeds]
+    found = [followed for followed in all_found if followed and followed["states"]]
     kinds = ("thought", "prompt", "neither")
     shares = [" / ".join(f"{100 * followed[kind]:.0f}" for kind in kinds) for followed in found]
     if not found:
@@ -215,13 +216,14 @@ def write_map_curves(results: Mapping[str, list[dict]]) -> None:
     """Of maps of the usual size and of CPUs, whose minutes compare."""
     found = of_maps(results)
 
-    def compares(seed: dict, is_slippery: bool) -> bool:
-        return seed["is_slippery"] == is_slippery and not seed["gpu"] and not other_size(seed)
+    def compare(seeds: Sequence[dict], is_slippery: bool) -> bool:
+        on_cpus = not any(seed["gpu"] for seed in seeds)
+        return seeds[0]["is_slippery"] == is_slippery and on_cpus and not other_size(seeds[0])
 
     for is_slippery, ice in ((False, "dry"), (True, "slippery")):
         title = f"Maps never seen in training, {'slippery' if is_slippery else 'not slippery'}"
         maps, observations, thoughts = (
-            {name: seeds for name, seeds in found[kind].items() if compares(seeds[0], is_slippery)}
+            {name: seeds for name, seeds in found[kind].items() if compare(seeds, is_slippery)}
             for kind in ("maps", "observations", "thoughts")
         )
         write_curves(maps | thoughts, f"random_maps_{ice}", title, "percent_of_optimal", "percent of the optimum")

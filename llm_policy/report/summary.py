@@ -71,7 +71,7 @@ def _summary_row(name: str, seeds: Sequence[dict], system: str, score: str) -> l
             found = np.array([row[score] for row in trained])
             at_optimum = np.sum(100 * found >= OPTIMAL_PERCENT * best)
             scores = f"**{found.mean():.4f}** (the optimum in {at_optimum} of {len(trained)})"
-    minutes = f"{np.mean([seed['minutes'] for seed in seeds]):.0f}{on_gpu(seeds[0])}"
+    minutes = f"{np.mean([seed['minutes'] for seed in seeds]):.0f}{on_gpu(seeds)}"
     label = link(system, seeds[0]["study"], name)
     return [label, where, scores, optimum, len(seeds), minutes, made_by(seeds)]
 
