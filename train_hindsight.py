@@ -121,18 +121,15 @@ def train(options: Options) -> int:
     model, lora, folders = adapters.model_to_train(options.model, this_device())
     check_prompt(task, context_tokens(model))
     reader = Reader(tokenizer, script.max_completion_length)
-    made_from = stages.made_from(task, options.model)
+    job = stages.Job(task, script, options.model, reader, script.seed, folder)
     stop.leave_if_received(f"before the first epoch: {RESUME} begins again")
-    run_files.check_made_from(folder, made_from)
+    run_files.check_made_from(folder, job.made_from)
     if resume:
         stages.unfinish(folder)
-    write_run_files(options, task, made_from, on_adapter=bool(folders or script.shared_warm_start))
+    write_run_files(options, job.judge_settings(TASK, folders) | {"learner": options.learner})
 
     # The untrained model, and the warm start, which teaches the drawing functions
-    begun = stages.beginning(
-        model, lora, folders, task, reader, script, script.seed, folder, stop, resume is not None,
-        stages.warm_start_checksum(script, options.model, made_from["model"], task.lessons),
-    )  # fmt: skip
+    begun = job.beginning(model, lora, folders, stop, has_begun=resume is not None)
 
     # Hindsight replay on a fresh adapter
     set_seed(script.seed)
@@ -140,17 +137,15 @@ def train(options: Options) -> int:
     model.eval()
     prompt = task.rows[0]["prompt"]
     learner = HindsightLearner(model, reader, prompt, script)
-    replay(learner, task, script, folder, resume, stop, stages.stands_on(script, script.seed, folder))
+    replay(learner, task, script, folder, resume, stop, job.stands_on)
 
     # What was saved, judged beside the baselines
     stop.at_once = True
     learner.forget_merged_copy()
-    model.save_pretrained(folder / stages.GRPO_FOLDER)
-    stages.save_joined(model, [*begun.folders, folder / stages.GRPO_FOLDER], folder, options.model)
+    adapters.save(model, folder / stages.GRPO_FOLDER)
+    job.save_joined(model, [*begun.folders, folder / stages.GRPO_FOLDER])
     tokenizer.save_pretrained(folder)
-    answers_of = begun.answers | stages.judged_again(
-        task, folder, this_device(), options.model, script.seed, script.samples_per_state
-    )
+    answers_of = begun.answers | job.judged_again(this_device(), script.samples_per_state)
     comparison = task.judge.compare(answers_of)
     in_words = task.judge.judgement(answers_of["trained, greedy"]).verdict
     epochs = counted(learner.epoch, "epoch")
@@ -204,9 +199,8 @@ def check_prompt(task: Task, most_tokens: int) -> None:
         print(f"{finding.source}: {finding}", flush=True)
 
 
-def write_run_files(options: Options, task: Task, made_from: dict[str, str], on_adapter: bool) -> None:
-    length, learner = options.script.max_completion_length, {"learner": options.learner}
-    settings = stages.judge_settings(TASK, task.judge, options.model, length, on_adapter, made_from) | learner
+def write_run_files(options: Options, settings: dict) -> None:
+    """resolved_config.yaml and run.json, with all that evaluate_policy.py needs to judge the run again."""
     device = device_text(on_gpu=this_device().type == "cuda")
     run_files.write_run_files(
         options.output_dir, options.groups, options.config, options.script.seed, settings, device, RESUME

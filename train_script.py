@@ -41,7 +41,7 @@ from llm_policy.hardware import device_text, take_granted_threads
 from llm_policy.interruption import RESUME
 from llm_policy.models import context_tokens, load_tokenizer
 from llm_policy.number_format import is_unset, number_format
-from tasks import Judge, Task, task_module
+from tasks import Task, task_module
 
 CONFIGS = {  # task: on a GPU, without one
     "frozen_lake": ("gemma_2b_it", "laptop"),
@@ -177,32 +177,29 @@ def train(options: Options) -> int:
         return 0 if is_clean else EXIT_INPUT_ERROR
 
     # A resumed run goes on with what it was begun with
-    made_from = stages.made_from(task, options.model)
-    processes.check_agreement(made_from)
+    reader = Reader(tokenizer, training.max_completion_length)
+    job = stages.Job(task, script, options.model, reader, training.seed, output_dir)
+    processes.check_agreement(job.made_from)
 
     # From here on the run has files
     stop.leave_if_received(f"before the first step: {RESUME} begins again")
     if processes.is_main():
-        run_files.check_made_from(output_dir, made_from)
+        run_files.check_made_from(output_dir, job.made_from)
         if resume and training.resume_from_checkpoint != "auto":
             supersede(resume)
         if resume:
             stages.unfinish(output_dir)
-        write_run_files(options, task.judge, on_adapter=bool(folders or script.shared_warm_start), made_from=made_from)
+        write_run_files(options, job.judge_settings(script.task, folders))
     if resume:
         processes.wait_for_files(resume)
 
     # The untrained model, and the warm start: the form of an answer, and what it comes to alone
-    reader = Reader(tokenizer, training.max_completion_length)
-    begun = stages.beginning(
-        model, lora, folders, task, reader, script, training.seed, output_dir, stop, resume is not None,
-        stages.warm_start_checksum(script, options.model, made_from["model"], task.lessons),
-    )  # fmt: skip
+    begun = job.beginning(model, lora, folders, stop, has_begun=resume is not None)
 
     # GRPO on a fresh adapter
     set_seed(training.seed)  # the same first adapter, whether the warm start was now or before a kill
     model = adapters.fresh(begun.model, lora)
-    trainer, reward_lines = policy_trainer(model, task, tokenizer, options)
+    trainer, reward_lines = policy_trainer(model, tokenizer, options, job)
     compare_with_stock(trainer, task, reader)
     judge = task.judge_between or task.judge
     diagnostics = PolicyDiagnostics(
@@ -223,13 +220,11 @@ def train(options: Options) -> int:
     # What was saved, judged beside the baselines
     stop.at_once = is_saved
     print("saving the adapter", flush=True)
-    stages.save_policy(trainer, begun.folders, options.model)
+    stages.save_policy(job, trainer, begun.folders)
     if processes.in_pieces():
         print(f"saved {output_dir}; where the whole model fits: python evaluate_policy.py --policies {output_dir}")
         return 0
-    answers_of = begun.answers | stages.judged_again(
-        task, output_dir, training.device, options.model, training.seed, script.samples_per_state
-    )
+    answers_of = begun.answers | job.judged_again(training.device, script.samples_per_state)
     comparison = task.judge.compare(answers_of)
     in_words = diagnostics.with_collapse(task.judge.judgement(answers_of["trained, greedy"]), steps)
     if processes.is_main():
@@ -267,12 +262,9 @@ def say_what_differs(output_dir: Path, training: GRPOConfig) -> None:
         )
 
 
-def write_run_files(options: Options, judge: Judge, on_adapter: bool, made_from: dict[str, str]) -> None:
+def write_run_files(options: Options, settings: dict) -> None:
     """resolved_config.yaml and run.json, with all that evaluate_policy.py needs to judge the run again."""
     training = options.training
-    settings = stages.judge_settings(
-        options.script.task, judge, options.model, training.max_completion_length, on_adapter, made_from
-    )
     device = device_text(on_gpu=training.device.type == "cuda")
     run_files.write_run_files(
         options.output_dir,
@@ -287,10 +279,10 @@ def write_run_files(options: Options, judge: Judge, on_adapter: bool, made_from:
 
 
 def policy_trainer(
-    model: PeftModel, task: Task, tokenizer: PreTrainedTokenizerBase, options: Options
+    model: PeftModel, tokenizer: PreTrainedTokenizerBase, options: Options, job: stages.Job
 ) -> tuple[PolicyTrainer, dict[str, float]]:
     """The trainer with the task's rewards; what policies that do not read the prompt would earn, for the chart."""
-    script, training = options.script, options.training
+    script, training, task = options.script, options.training, job.task
     if training.reward_weights is None:  # the first is learnt, the others are logged
         training.reward_weights = [1.0] + [0.0] * (len(task.reward_functions) - 1)
     weights = training.reward_weights
@@ -312,7 +304,7 @@ def policy_trainer(
             form_coef=script.form_coef,
             thought_coef=script.thought_coef,
             action_baseline=script.action_baseline,
-            stands_on=stages.stands_on(script, training.seed, options.output_dir),
+            stands_on=job.stands_on,
             guesses=task.guess and (lambda rows: [reply_token_ids(task.guess(row), tokenizer) for row in rows]),
         )
     for unwanted in (PrinterCallback, ProgressCallback):

@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         q_MSA = optimal_q(lakes)
         seconds.append(time.perf_counter() - begin)
     batched_rate = len(grids) / min(seconds)
-    spread = ", ".join(f"{value:.2f}" for value in seconds)
+    spread = ", ".join(f"{value:.3g}" for value in seconds)
     print(
         f"batched:      {batched_rate:8.0f} lakes/s  ({len(grids)} {options.size}x{options.size} lakes in {spread} s)"
     )
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     looped = [optimal_q(lake) for lake in singles]
     loop_seconds = time.perf_counter() - begin
     loop_rate = len(singles) / loop_seconds
-    print(f"per-map loop: {loop_rate:8.0f} lakes/s  ({len(singles)} of these lakes in {loop_seconds:.2f} s)")
+    print(f"per-map loop: {loop_rate:8.0f} lakes/s  ({len(singles)} of these lakes in {loop_seconds:.3g} s)")
     difference = abs(np.stack(looped) - q_MSA[: len(looped)]).max()
     print(f"ratio:        {batched_rate / loop_rate:8.1f}  (largest difference of a Q-value {difference:.0e})")
 

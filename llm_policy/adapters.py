@@ -20,7 +20,7 @@ from llm_policy import processes
 from llm_policy.errors import InputError, check_choices, library_errors
 from llm_policy.hardware import cuda_random_states, restore_cuda_random_states
 from llm_policy.models import load_model
-from llm_policy.run_files import CONFIG_FILE, run_settings
+from llm_policy.run_files import CONFIG_FILE, let_umask_decide, run_settings
 
 # Options that make an adapter which is no sum of matrix products: PEFT's LoraConfig -> TRL's ModelConfig (None: TRL has
 # no such option).
@@ -168,6 +168,12 @@ def stood_on(model: PreTrainedModel, folder: Path) -> PreTrainedModel | PeftMode
     if getattr(model, "is_quantized", False):
         return PeftModel.from_pretrained(model, folder, is_trainable=True)
     return PeftModel.from_pretrained(model, folder).merge_and_unload()
+
+
+def save(model: PeftModel, folder: Path, **options) -> None:
+    """The adapter, for all who may read the folder."""
+    model.save_pretrained(folder, **options)
+    let_umask_decide(folder / "adapter_model.safetensors")
 
 
 def check_joinable(folder: Path, config: PeftConfig) -> None:

@@ -8,7 +8,8 @@ import sys
 import textwrap
 import types
 from argparse import ArgumentDefaultsHelpFormatter, RawDescriptionHelpFormatter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
 from enum import Enum
 from pathlib import Path
@@ -110,23 +111,37 @@ def parse_arguments(
     if unknown:
         raise InputError(f"{config}: unknown options: {', '.join(unknown)}{suggestion(unknown[0], names)}; see --help")
     parser.set_defaults_with_config(**values)
-    check_lists(argv, groups)
-    found, unknown = parser.parse_known_args(argv)
-    if unknown:
-        raise InputError(f"unknown arguments: {' '.join(unknown)}{suggestion(unknown[0], names)}; see --help")
-    defaults = {field.name: field.default for group in groups for field in fields(group)}
-    check_texts({name: value for name, value in vars(found).items() if value != defaults.get(name)})
-    check_ranges(vars(found), groups)
-    check_products(vars(found))
-    try:
-        parsed = list(parser.parse_args_into_dataclasses(argv, look_for_args_file=False))
-    except (ValueError, TypeError, OSError, ImportError, LookupError) as error:  # of a dataclass that checks its values
-        where = f"{config} and the command line: " if config else ""
-        raise InputError(f"{where}{' '.join(str(error).split())}; see --help") from error
-    for instance in parsed:  # JSON is read by now
-        check_mappings(vars(instance))
-        expand_home(instance)
+    given = {option_name(argument) for argument in argv if argument.startswith("--")}
+    with naming_file(config, values.keys() - given):
+        check_lists(argv, groups)
+        found, unknown = parser.parse_known_args(argv)
+        if unknown:
+            raise InputError(f"unknown arguments: {' '.join(unknown)}{suggestion(unknown[0], names)}; see --help")
+        defaults = {field.name: field.default for group in groups for field in fields(group)}
+        check_texts({name: value for name, value in vars(found).items() if value != defaults.get(name)})
+        check_ranges(vars(found), groups)
+        check_products(vars(found))
+        try:
+            parsed = list(parser.parse_args_into_dataclasses(argv, look_for_args_file=False))
+        except (ValueError, TypeError, OSError, ImportError, LookupError) as error:  # of a dataclass that checks values
+            where = f"{config} and the command line: " if config else ""
+            raise InputError(f"{where}{' '.join(str(error).split()).rstrip('.')}; see --help") from error
+        for instance in parsed:  # JSON is read by now
+            check_mappings(vars(instance))
+            expand_home(instance)
     return parsed, config
+
+
+@contextmanager
+def naming_file(config: str, options: Collection[str]) -> Iterator[None]:
+    """An `InputError` about one of `options`, which stand in the file `config` alone, names the file."""
+    try:
+        yield
+    except InputError as error:
+        about = re.match(r"--(\w+)", str(error))
+        if about and about[1] in options:
+            raise InputError(f"{config}: {error}") from error
+        raise
 
 
 def option_name(word: str) -> str:
@@ -302,7 +317,10 @@ def refilled(description: str, columns: int) -> list[str]:
     lines: list[str] = []
     for paragraph in description.strip().split("\n\n"):
         is_prose = not any(line.startswith((" ", "- ")) for line in paragraph.splitlines())
-        lines += ["", *(textwrap.wrap(paragraph, columns) if is_prose else paragraph.splitlines())]
+        lines += [
+            "",
+            *(textwrap.wrap(paragraph, columns, break_long_words=False) if is_prose else paragraph.splitlines()),
+        ]
     return lines[1:]
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import platform
 import re
 import shlex
@@ -71,6 +72,13 @@ def write_whole(path: Path, text: str) -> None:
         partial.unlink()
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+def let_umask_decide(file: Path) -> None:
+    """Who may read a file that safetensors wrote, which is for the owner alone."""
+    umask = os.umask(0)
+    os.umask(umask)
+    file.chmod(0o666 & ~umask)
 
 
 def cut_back(metrics: Path, step: int) -> list[dict]:
@@ -168,6 +176,9 @@ def check_same_run(output_dir: Path, groups: Sequence, may_differ: Collection[st
         return
     if any(output_dir.glob("checkpoint-*")) and not (output_dir / RUN_FILE).exists():
         raise InputError(f"{output_dir / RUN_FILE}: is gone, and it says what the run was made from; {OTHER_RUN}")
+    begun_by, script = script_of(run_settings(output_dir).get("command", "")), Path(sys.argv[0]).name
+    if begun_by != script and all((ROOT / name).is_file() for name in (begun_by, script)):
+        raise InputError(f"--output_dir {output_dir}: holds a run of {begun_by}; choose another folder")
     try:
         begun = read_yaml(file)
         if not isinstance(begun, dict) or not all(isinstance(name, str) for name in begun):
@@ -182,6 +193,14 @@ def check_same_run(output_dir: Path, groups: Sequence, may_differ: Collection[st
                 f"--{name} {now.get(name, '(its default)')}: {output_dir} was begun with "
                 f"{begun.get(name, 'the default')}; resume with that, or choose another --output_dir"
             )
+
+
+def script_of(command: str) -> str:
+    """
+    >>> script_of("python train_script.py --seed 1")
+    'train_script.py'
+    """
+    return next(iter(command.split()[1:]), ".")
 
 
 def checksum(content: object) -> str:

@@ -115,7 +115,15 @@ def guard_streams() -> None:
 
 
 class _Buffer(io.BufferedWriter):
-    """Over a `_Stream`, by which a stream that is guarded already is known."""
+    """Over a `_Stream`, by which a stream that is guarded already is known. With `python -u` it keeps nothing back."""
+
+    keeps = True
+
+    def write(self, data) -> int:
+        written = super().write(data)
+        if not self.keeps:
+            self.flush()
+        return written
 
 
 def _guarded(number: int, stream: io.TextIOWrapper | None) -> io.TextIOWrapper:
@@ -123,7 +131,9 @@ def _guarded(number: int, stream: io.TextIOWrapper | None) -> io.TextIOWrapper:
     if stream is not None:
         stream.flush()
         options = {name: getattr(stream, name) for name in ("encoding", "line_buffering", "write_through")}
-    return io.TextIOWrapper(_Buffer(_Stream(number, "w", closefd=False)), errors="backslashreplace", **options)
+    buffer = _Buffer(_Stream(number, "w", closefd=False))
+    buffer.keeps = not options.get("write_through")
+    return io.TextIOWrapper(buffer, errors="backslashreplace", **options)
 
 
 def _is_closed(number: int) -> bool:

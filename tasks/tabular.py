@@ -25,6 +25,7 @@ from llm_policy.errors import InputError, check_choices
 from llm_policy.grpo.answers import true_thoughts
 from llm_policy.grpo.diagnostics import OPTIMAL_LINE
 from llm_policy.run_files import ROOT
+from llm_policy.tables import counted
 from rewards import REWARD_SHAPES, RewardShaping, reward_functions
 from tasks import Task
 from tasks.linter import Finding, lint
@@ -254,8 +255,8 @@ def held_out(expert: pd.DataFrame, maps: int, seed: int, source: str = "the CSV"
         return expert, environments[:MAPS_JUDGED]
     if maps >= len(environments):
         raise InputError(
-            f"--test_maps {maps}: {source} has {len(environments)} maps, and one must be left to train on; name fewer, "
-            "or take more maps (--random_maps)"
+            f"--test_maps {maps}: {source} has {counted(len(environments), 'map')}, and one must be left to train on; "
+            "name fewer, or take more maps (--random_maps)"
         )
     tested = random.Random(seed).sample(environments, maps)
     return expert[~expert["environment"].isin(tested)].reset_index(drop=True), tested

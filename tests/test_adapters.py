@@ -31,6 +31,12 @@ def test_a_model_stands_on_what_the_adapter_does(tmp_path):
     torch.testing.assert_close(merged(IDS).logits, adapted(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
+def test_who_may_read_the_folder_may_read_the_weights(tmp_path):
+    adapters.save(add_random_adapter(random_policy("llama")), tmp_path)
+    modes = {file.name: file.stat().st_mode for file in tmp_path.iterdir()}
+    assert modes["adapter_model.safetensors"] == modes["adapter_config.json"]
+
+
 @pytest.mark.parametrize("use_rslora", [False, True])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_joined_adapters_do_what_they_do_one_on_top_of_the_other(parts, use_rslora, tmp_path):

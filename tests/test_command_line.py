@@ -214,7 +214,8 @@ BAD_CONFIGS = {
     "sed: 5\n": r"\S+config.yaml: unknown options: sed \(did you mean seed\?\)",
     "1: 5\n": r"--config \S+config.yaml must contain a YAML mapping",
     "nonsense: 5\nother: [1]\n": r"\S+config.yaml: unknown options: nonsense, other; see --help",
-    "seed: many\n": r"--seed 'many': expected a whole number",
+    "seed: many\n": r"\S+config.yaml: --seed 'many': expected a whole number",
+    "is_slippery: perhaps\n": r"\S+config.yaml: --is_slippery 'perhaps': expected true or false",
     "seed: 1.5\n": r"\S+config.yaml: seed: 1.5: expected a whole number",
     "seed: [1, 2]\n": r"\S+config.yaml: seed: \[1, 2\]: expected a whole number",
     "seed:\n": r"\S+config.yaml: seed: None: expected a whole number",
@@ -240,6 +241,11 @@ def test_bad_files_are_one_line(text, message, config):
     with pytest.raises(InputError, match=f"^{message}") as caught:
         parse("--config", config(text))
     assert "\n" not in str(caught.value)
+
+
+def test_what_the_command_line_says_is_no_fault_of_the_file(config):
+    with pytest.raises(InputError, match=r"^--seed 'many': expected a whole number"):
+        parse("--config", config("seed: few\n"), "--seed", "many")
 
 
 def test_a_required_option(capsys, monkeypatch):

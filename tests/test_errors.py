@@ -76,6 +76,18 @@ def test_streams_that_are_closed_or_full(program, redirection, code, line):
     assert (found.returncode, found.stderr) == (code, line)
 
 
+def test_unbuffered_streams_keep_nothing_back():
+    program = "import sys, time\nsys.stderr.write('bar')\nsys.stdout.write('half a line')\ntime.sleep(60)"
+    child = subprocess.Popen(
+        [sys.executable, "-u", "-c", ANNOUNCED + program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    found = child.stdout.read(11), child.stderr.read(len("-c: loading all ...\nbar"))
+    assert child.poll() is None, "what was kept back comes when a process ends"
+    child.kill()
+    child.communicate()
+    assert found == (b"half a line", b"-c: loading all ...\nbar")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_while_a_script_is_being_imported(number):
     """A package may take a KeyboardInterrupt for its own failure."""

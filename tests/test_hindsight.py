@@ -18,6 +18,7 @@ import train_hindsight
 from llm_policy import hindsight
 from llm_policy.chat import Reader
 from llm_policy.errors import EXIT_INTERRUPTED, InputError
+from llm_policy.grpo import stages
 from llm_policy.hindsight import Attempt, HindsightLearner, HindsightSettings
 from tasks.drawing import task as drawing_task
 from tasks.drawing.sandbox import ERRORS, code_of
@@ -278,9 +279,9 @@ def test_the_control_samples_and_learns_nothing(answering_llama, tmp_path, capfd
 def test_a_run_says_how_its_weights_were_quantised(drawing, answering_llama, tmp_path):
     argv = arguments_of(answering_llama, tmp_path, tmp_path / "run", "--load_in_4bit", "true")
     options, task = train_hindsight.read_options(argv), drawing("2-vertical-lines")
-    options.output_dir.mkdir()
-    train_hindsight.write_run_files(options, task, {}, on_adapter=False)
-    assert json.loads((tmp_path / "run/run.json").read_text())["load_in_4bit"] is True
+    reader = Reader(tokenizer_of("llama"), 8)
+    job = stages.Job(task, options.script, options.model, reader, 0, options.output_dir)
+    assert job.judge_settings("drawing", [])["load_in_4bit"] is True
 
 
 @pytest.mark.usefixtures("lucky")
@@ -334,7 +335,7 @@ def test_a_run_that_was_solved_and_then_killed_is_only_judged(answering_llama, t
     monkeypatch.setattr(drawing_task, "make_task", lambda *given: replace(make_task(*given), attempts=attempts))
     argv = arguments_of(answering_llama, tmp_path / "shared", tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(train_hindsight.stages, "judged_again", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(train_hindsight.stages.Job, "judged_again", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             train_hindsight.main(argv)
     shorter = ("--samples_per_state", "1")  # of the last table alone, so it may differ

@@ -197,6 +197,16 @@ def test_of_several_options_that_differ_the_one_that_decides_is_named(tmp_path):
         check_same_run(tmp_path, [Tasked(seed=3, task="taxi", length=48)], ())
 
 
+def test_a_run_of_another_script_is_said_to_be_one(tmp_path, monkeypatch):
+    (tmp_path / CONFIG_FILE).write_text("seed: 3\n")
+    (tmp_path / RUN_FILE).write_text('{"command": "python train_script.py --seed 3"}')
+    monkeypatch.setattr(sys, "argv", ["../search_policy.py"])
+    with pytest.raises(InputError, match=f"^--output_dir {tmp_path}: holds a run of train_script.py; choose another"):
+        check_same_run(tmp_path, [Small(seed=3)], ())
+    monkeypatch.setattr(sys, "argv", ["a_notebook.py"])  # which may call the script's main
+    check_same_run(tmp_path, [Small(seed=3)], ())
+
+
 def test_a_run_with_checkpoints_and_without_its_run_file_is_not_resumed(tmp_path):
     """With it what the run was made from was gone, and other data or another model were taken."""
     (tmp_path / CONFIG_FILE).write_text("seed: 3\n")

@@ -617,7 +617,7 @@ BAD_INPUT = [
     (["--check", "maybe"], "--check 'maybe': expected one of stop, warn, only"),
     (["--balance_actions", "1.5"], "--balance_actions 1.5: expected a number of at least 0, at most 1"),
     (["--test_maps", "-1"], "--test_maps -1: expected an integer of at least 0"),
-    (["--test_maps", "1"], "has 1 maps, and one must be left to train on"),
+    (["--test_maps", "1"], "has 1 map, and one must be left to train on"),
     (["--warm_start_steps", "0"], "--warm_start_steps 0: expected an integer of at least 1"),
     (["--evaluate_steps", "-1"], "--evaluate_steps -1: expected an integer of at least 0"),
     (["--evaluate_steps", "0", "--stop_when", "optimal"], "--stop_when optimal: needs --evaluate_steps of at least 1"),

@@ -4,9 +4,11 @@ A task is a `tasks.Task` here, a judge a `tasks.Judge`: this package knows no ta
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -35,34 +37,6 @@ LORA = ("lora_r", "lora_alpha", "lora_target_modules", "lora_dropout", "use_rslo
 CHECKED_LESSONS = 256  # of all, spread evenly, say whether a warm start was made from the same
 
 
-# Before -------------------------------------------------------------------------------------------------------------
-
-
-def made_from(task, model_config: ModelConfig) -> dict[str, str]:
-    """Checksums of data and model: a run that is resumed needs the same."""
-    data = task.rows if task.source is None else task.source
-    return {
-        "data": run_files.checksum([data, task.judge.settings]),
-        "model": model_checksum(model_config.model_name_or_path, model_config.model_revision),
-    }
-
-
-def judge_settings(
-    task_name: str, judge, model_config: ModelConfig, max_completion_length: int, on_adapter: bool,
-    checksums: Mapping[str, str],
-) -> dict:  # fmt: skip
-    """What evaluate_policy.py needs of run.json to judge the run again."""
-    return {
-        "task": task_name,
-        **judge.settings,
-        "max_completion_length": max_completion_length,
-        "dtype": adapters.loading_options(model_config)["dtype"],
-        **adapters.quantization(model_config),
-        "on_adapter": on_adapter,
-        "made_from": checksums,
-    }
-
-
 @dataclass(frozen=True)
 class Beginning:
     """What the learning begins with.
@@ -80,50 +54,114 @@ class Beginning:
     answers: dict[str, dict]
 
 
-def beginning(
-    model: PreTrainedModel, lora: LoraConfig, folders: Sequence[Path], task, reader: Reader, script: WarmStartArguments,
-    seed: int, output_dir: Path, stop: StopOnSignal, has_begun: bool, taught_from: str,
-) -> Beginning:  # fmt: skip
-    """Teach the form of an answer, and judge the model before and after that where asked to.
+@dataclass(frozen=True)
+class Job:
+    """What is learnt, by which model, and in which folder: what a training does besides its learner's steps.
 
-    Args:
-        folders: adapters that are in `model` already.
-        has_begun: the run has checkpoints.
-        taught_from: checksum of what the warm start is made from.
+    Attributes:
+        task: a `tasks.Task`.
+        script: options of the warm start.
+        model_config: which model, how it is loaded, and its LoRA adapter.
     """
-    answers = {}
-    stop.at_once = True
-    if script.judge_untrained and not processes.in_pieces():
-        answers["untrained, greedy"] = kept_answers("untrained", model, task.judge, output_dir / UNTRAINED_FILE)
-    stop.at_once = False
 
-    folder = warm_start_folder(script, seed, output_dir)
-    model, report = warm_started(
-        model, lora, reader, task.lessons, task.is_reply, script, seed, folder, stop.received_anywhere, has_begun,
-        taught_from,
-    )  # fmt: skip
-    stop.leave_if_received(f"during the warm start: {RESUME} resumes it")
-    if not report["steps"]:
-        return Beginning(model, 0, list(folders), answers)
+    task: Any
+    script: WarmStartArguments
+    model_config: ModelConfig
+    reader: Reader
+    seed: int
+    output_dir: Path
 
-    stop.at_once = True
-    if script.judge_warm_start:
-        answers["warm start, greedy"] = kept_answers("warmed-up", model, task.judge, output_dir / WARM_START_FILE)
-    stop.at_once = False
-    is_continued = isinstance(model, PeftModel)  # by the adapter that will be learned
-    return Beginning(model, report["steps"], [*folders, *([] if is_continued else [folder])], answers)
+    @cached_property
+    def made_from(self) -> dict[str, str]:
+        """Checksums of data and model: a run that is resumed needs the same."""
+        data = self.task.rows if self.task.source is None else self.task.source
+        return {
+            "data": run_files.checksum([data, self.task.judge.settings]),
+            "model": model_checksum(self.model_config.model_name_or_path, self.model_config.model_revision),
+        }
 
+    def judge_settings(self, task_name: str, folders: Sequence[Path]) -> dict:
+        """What evaluate_policy.py needs of run.json to judge the run again.
 
-def warm_start_folder(script: WarmStartArguments, seed: int, output_dir: Path) -> Path:
-    """Where the warm start of a run is kept: in the run, or where runs of the same seed share it."""
-    shared = script.shared_warm_start
-    return Path(shared) / f"seed-{seed}" if shared else output_dir / WARM_START_FOLDER
+        Args:
+            folders: adapters that the model stands on already.
+        """
+        return {
+            "task": task_name,
+            **self.task.judge.settings,
+            "max_completion_length": self.reader.max_completion_tokens,
+            "dtype": adapters.loading_options(self.model_config)["dtype"],
+            **adapters.quantization(self.model_config),
+            "on_adapter": bool(folders or self.script.shared_warm_start),
+            "made_from": self.made_from,
+        }
 
+    def beginning(
+        self, model: PreTrainedModel, lora: LoraConfig, folders: Sequence[Path], stop: StopOnSignal, has_begun: bool
+    ) -> Beginning:
+        """Teach the form of an answer, and judge the model before and after that where asked to.
 
-def stands_on(script: WarmStartArguments, seed: int, output_dir: Path) -> list[Path]:
-    """What a run needs besides a checkpoint to resume from it."""
-    files = (run_files.METRICS_FILE, UNTRAINED_FILE)
-    return [*(output_dir / name for name in files), warm_start_folder(script, seed, output_dir)]
+        Args:
+            folders: adapters that are in `model` already.
+            has_begun: the run has checkpoints.
+        """
+        task, script, output_dir = self.task, self.script, self.output_dir
+        answers = {}
+        stop.at_once = True
+        if script.judge_untrained and not processes.in_pieces():
+            answers["untrained, greedy"] = kept_answers("untrained", model, task.judge, output_dir / UNTRAINED_FILE)
+        stop.at_once = False
+
+        taught_from = warm_start_checksum(script, self.model_config, self.made_from["model"], task.lessons)
+        model, report = warm_started(
+            model, lora, self.reader, task.lessons, task.is_reply, script, self.seed, self.warm_start_folder,
+            stop.received_anywhere, has_begun, taught_from,
+        )  # fmt: skip
+        stop.leave_if_received(f"during the warm start: {RESUME} resumes it")
+        if not report["steps"]:
+            return Beginning(model, 0, list(folders), answers)
+
+        stop.at_once = True
+        if script.judge_warm_start:
+            answers["warm start, greedy"] = kept_answers("warmed-up", model, task.judge, output_dir / WARM_START_FILE)
+        stop.at_once = False
+        is_continued = isinstance(model, PeftModel)  # by the adapter that will be learned
+        stood_on = [*folders, *([] if is_continued else [self.warm_start_folder])]
+        return Beginning(model, report["steps"], stood_on, answers)
+
+    @property
+    def warm_start_folder(self) -> Path:
+        """Where the run's warm start is kept: in the run, or where runs of the same seed share it."""
+        shared = self.script.shared_warm_start
+        return Path(shared) / f"seed-{self.seed}" if shared else self.output_dir / WARM_START_FOLDER
+
+    @property
+    def stands_on(self) -> list[Path]:
+        """What the run needs besides a checkpoint to resume from it."""
+        files = (run_files.METRICS_FILE, UNTRAINED_FILE)
+        return [*(self.output_dir / name for name in files), self.warm_start_folder]
+
+    def save_joined(self, trained: PeftModel, folders: Sequence[Path]) -> None:
+        """Save the adapters in `folders`, which were trained on top of each other, as one on the plain base model."""
+        lora = trained.peft_config["default"]
+        # Joining looks at the adapters alone
+        plain = adapters.loading_options(self.model_config) | {"quantization_config": None}
+        name, revision = lora.base_model_name_or_path, lora.revision or "main"
+        base = load_model(name, revision=revision, answers=False, **plain)  # no warm start
+        adapters.save(adapters.joined(base, folders), self.output_dir)
+
+    def judged_again(self, device: torch.device, samples: int) -> dict[str, dict]:
+        """What the model that was saved answers, by the name of its row; greedily and, with `samples`, sampled.
+
+        It is read from the disk, as evaluate_policy.py reads it.
+        """
+        print("judging the trained model", flush=True)
+        trained = load_model(self.output_dir, device=device, **adapters.loading_options(self.model_config))
+        set_seed(self.seed)  # the same samples, resumed or not
+        answers = {"trained, greedy": self.task.judge.answers(trained)}
+        if samples:
+            answers["trained, sampled"] = self.task.judge.answers(trained, samples)
+        return answers
 
 
 def warm_start_checksum(
@@ -164,53 +202,24 @@ def kept_answers(which: str, model: PreTrainedModel, judge, file: Path) -> dict:
     return answers
 
 
-# After --------------------------------------------------------------------------------------------------------------
-
-
-def save_policy(trainer: PolicyTrainer, folders: Sequence[Path], model_config: ModelConfig) -> None:
+def save_policy(job: Job, trainer: PolicyTrainer, folders: Sequence[Path]) -> None:
     """Save what was trained as one adapter on the plain base model.
 
     Args:
         folders: adapters that GRPO's stands on.
     """
-    output_dir = Path(trainer.args.output_dir)
     trained = trainer.accelerator.unwrap_model(trainer.model)
     trainer.forget_merged_weights()  # a GPU has to hold the model once more, to be judged
     give_memory_back()
+    own = job.output_dir / GRPO_FOLDER
     if processes.in_pieces():
-        trainer.save_model(str(output_dir / GRPO_FOLDER))  # all processes bring theirs
+        trainer.save_model(str(own))  # all processes bring theirs
     elif processes.is_main():
-        trained.save_pretrained(output_dir / GRPO_FOLDER, selected_adapters=["default"])
+        adapters.save(trained, own, selected_adapters=["default"])
     if processes.is_main():
-        save_joined(trained, [*folders, output_dir / GRPO_FOLDER], output_dir, model_config)
-        trainer.processing_class.save_pretrained(output_dir)
-    processes.wait_for_files(output_dir, ADAPTER_FILES)
-
-
-def save_joined(trained: PeftModel, folders: Sequence[Path], output_dir: Path, model_config: ModelConfig) -> None:
-    """Save the adapters in `folders`, which were trained on top of each other, as one on the plain base model."""
-    lora = trained.peft_config["default"]
-    # Joining looks at the adapters alone
-    plain = adapters.loading_options(model_config) | {"quantization_config": None}
-    name, revision = lora.base_model_name_or_path, lora.revision or "main"
-    base = load_model(name, revision=revision, answers=False, **plain)  # no warm start
-    adapters.joined(base, folders).save_pretrained(output_dir)
-
-
-def judged_again(
-    task, output_dir: Path, device: torch.device, model_config: ModelConfig, seed: int, samples: int
-) -> dict[str, dict]:
-    """What the model that was saved answers, by the name of its row; greedily and, with `samples`, sampled.
-
-    It is read from the disk, as evaluate_policy.py reads it.
-    """
-    print("judging the trained model", flush=True)
-    trained = load_model(output_dir, device=device, **adapters.loading_options(model_config))
-    set_seed(seed)  # the same samples, resumed or not
-    answers = {"trained, greedy": task.judge.answers(trained)}
-    if samples:
-        answers["trained, sampled"] = task.judge.answers(trained, samples)
-    return answers
+        job.save_joined(trained, [*folders, own])
+        trainer.processing_class.save_pretrained(job.output_dir)
+    processes.wait_for_files(job.output_dir, ADAPTER_FILES)
 
 
 def unfinish(output_dir: Path) -> None:

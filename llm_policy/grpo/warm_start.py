@@ -112,7 +112,7 @@ def warm_started(
             )
         if processes.is_main():
             with written_whole(folder):
-                student.save_pretrained(folder)
+                adapters.save(student, folder)
                 report["made_from"] = made_from
                 (folder / REPORT_FILE).write_text(json.dumps(report) + "\n")
             unfinished.file.unlink(missing_ok=True)

@@ -38,7 +38,7 @@ from llm_policy.policy_gradient.policy import Policy, StateReader
 from llm_policy.policy_gradient.state_text import text_of_states
 from llm_policy.policy_gradient.text_encoder import TextEncoder
 from llm_policy.policy_gradient.trpo import FewPassesTRPO
-from llm_policy.run_files import EVALUATION_FILE, run_settings
+from llm_policy.run_files import EVALUATION_FILE, let_umask_decide, run_settings
 
 LIKELY_STATES = 64  # whose texts say what all texts have in common
 POLICY_FILE, STATISTICS_FILE, STATE_FILE = "policy.safetensors", "normalizer.json", "training_state.pt"
@@ -209,6 +209,7 @@ def check_length(reader: StateReader, env: VecNormalize, context: int) -> None:
 def save_policy(learner: Learner, folder: Path) -> None:
     """`policy.safetensors`: heads, critic, adapter. The language model itself is not in it."""
     save_file({name: tensor.contiguous() for name, tensor in learner.policy.state_dict().items()}, folder / POLICY_FILE)
+    let_umask_decide(folder / POLICY_FILE)
 
 
 def load_policy(learner: Learner, folder: Path) -> None:
