@@ -102,14 +102,16 @@ class Small:
 def test_flags_and_files_alike(way, option, value, line, tmp_path):
     Small.__dataclass_fields__[option].metadata = {"help": "."}
     argv = [f"--{option}={value.replace('.inf', 'inf')}"]
+    where = ""
     if way == "file":
         text = {"nan": ".nan"}.get(value, value)
         (tmp_path / "small.yaml").write_text(f"{option}: {f'[{text}]' if option == 'seeds' else text}\n")
         assert isinstance(yaml.safe_load((tmp_path / "small.yaml").read_text()), dict)
         argv = ["--config", str(tmp_path / "small.yaml")]
+        where = f"{tmp_path / 'small.yaml'}: "
     with pytest.raises(InputError) as caught:
         parse_arguments(argv, [Small], description="small", own=[])
-    assert str(caught.value) == line
+    assert str(caught.value) == where + line
 
 
 @pytest.mark.parametrize(
