@@ -151,6 +151,7 @@ def save_model(source: Path, folder: Path) -> None:
     from safetensors import SafetensorError
 
     from llm_policy.models import load_model, load_tokenizer
+    from llm_policy.run_files import let_umask_decide
 
     tokenizer = load_tokenizer(source)
     model = load_model(source, dtype="bfloat16")
@@ -162,7 +163,7 @@ def save_model(source: Path, folder: Path) -> None:
     except SafetensorError as error:  # its way to report a full disk
         raise OSError(errno.ENOSPC if "No space left" in str(error) else errno.EIO, str(error)) from error
     tokenizer.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone; a cluster shares its models
+    let_umask_decide(folder / "model.safetensors")  # a cluster shares its models
 
 
 def fetch(source: str, output: Path) -> None:
