@@ -32,13 +32,14 @@ from llm_policy.environments.judge import BASELINES, THOUGHTS_FILE, is_baseline
 from llm_policy.errors import InputError, check_alone, packages_of, run_script
 from llm_policy.hardware import take_granted_threads, this_device
 from llm_policy.interruption import RESUME
-from llm_policy.models import context_tokens, load_model, load_tokenizer
+from llm_policy.models import base_of_adapter, context_tokens, load_model, load_tokenizer, model_checksum
 from llm_policy.number_format import cost_of, faster_format
 from llm_policy.policy_gradient.arguments import EXTRA
 from llm_policy.run_files import (
     CONFIG_FILE,
     EVALUATION_FILE,
     PICTURE_FILE,
+    check_made_from,
     check_output_dir,
     only_process_in,
     run_settings,
@@ -186,8 +187,11 @@ def model_answers(name: str, settings: dict, arguments: EvaluationArguments, sha
         print(f"judging {name}", flush=True)
         return policy_gradient_judge().run_answers(Path(name), is_sampled=arguments.samples_per_state > 0)
     check_whole("--policies", name)
-    if (Path(name) / CONFIG_FILE).exists() and not (Path(name) / "adapter_config.json").exists():
-        raise InputError(f"--policies {name}: is not finished; {RESUME} resumes it")
+    if (Path(name) / CONFIG_FILE).exists():
+        if not (Path(name) / "adapter_config.json").exists():
+            raise InputError(f"--policies {name}: is not finished; {RESUME} resumes it")
+        if not settings.get("on_adapter"):  # else it was made from that one as well
+            check_made_from(Path(name), {"model": model_checksum(*base_of_adapter(name))}, "train again")
     print(f"loading and judging {name}", flush=True)
     tokenizer = load_tokenizer(name)
     settings = settings | shared

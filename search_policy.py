@@ -26,8 +26,9 @@ from pathlib import Path
 
 import torch
 
+from llm_policy.checkpoints import check_finished, finish
 from llm_policy.command_line import option_name, parse_arguments, take_config
-from llm_policy.environments.gym_env import GymEnvironment, read_env_options
+from llm_policy.environments.gym_env import GymEnvironment, folder_name, read_env_options
 from llm_policy.errors import EXIT_INTERRUPTED, InputError, check_alone, check_choices, run_script, writing
 from llm_policy.hardware import device_text, take_granted_threads
 from llm_policy.models import model_checksum
@@ -73,6 +74,7 @@ from llm_policy.run_files import (
 from llm_policy.tables import counted, number_text, show
 
 LOG_FILE, CURVE_FILE = "answers.jsonl", "curve.png"
+FINISHED = (CONFIG_FILE, RUN_FILE, LOG_FILE, RESULT_FILE, EVALUATION_FILE)
 LARGEST_DESCRIPTION = 1_000_000  # bytes
 RESUMES = ("auto", "never")
 # What may differ when a run is resumed: where things are, and how patiently an endpoint is asked.
@@ -126,7 +128,7 @@ def read_arguments(argv: Sequence[str] | None) -> tuple[Arguments, str]:
     if script.description_file is not None and not settings.describe_environment:
         raise InputError(f"--description_file {script.description_file}: needs --describe_environment true (ProPS+)")
     if script.output_dir is None:
-        script.output_dir = f"runs/search/{script.env_id.replace('/', '-')}-{proposing.proposer}"
+        script.output_dir = f"runs/search/{folder_name(script.env_id)}-{proposing.proposer}"
     if proposing.proposer == "local" and proposing.dtype == "auto":
         proposing.dtype = begun_with(Path(script.output_dir)) or faster_format(torch.cuda.is_available())[0]
     return (script, proposing, settings), config
@@ -209,9 +211,14 @@ def closing_lines(
     verdict = verdict_of(searched, compared.others)
     if cost["failed_iterations"] == cost["iterations"] and searched.judgement is not None:
         verdict = f"verdict: {searched.policy} gave no usable answer; its policy is the best of the warm-up"
-    elif searched.policy in compared.curves and len({*compared.curves[searched.policy][1]}) == 1:
+    elif has_only_warm_up(*compared.curves.get(searched.policy, ((), ()))):
         lines.append("No proposal was better than the best random policy of the warm-up.")
     return [*lines, *published_text(problem.environment), cost_text(cost), verdict]
+
+
+def has_only_warm_up(iterations: Sequence[int], values: Sequence[float]) -> bool:
+    """Whether no iteration came to more than the warm-up (0), by the values of the best policy after each."""
+    return 0 in iterations and len({*values}) == 1
 
 
 def save(folder: Path, text: str, evaluation: dict, compared: SearchComparison, title: str) -> None:
@@ -223,11 +230,13 @@ def save(folder: Path, text: str, evaluation: dict, compared: SearchComparison, 
         f"{'exact' if evaluation['is_exact'] else 'judged'} return of the best policy so far",
         title,
     )
+
+    def write_evaluation(folder: Path) -> None:
+        write_whole(folder / EVALUATION_FILE, json.dumps(evaluation, indent=1) + "\n")
+
     with writing(f"--output_dir {folder}", "once it can, the same command resumes the run"):
         figure.savefig(folder / CURVE_FILE, dpi=120)
-        write_whole(folder / RESULT_FILE, text)
-        write_whole(folder / EVALUATION_FILE, json.dumps(evaluation, indent=1) + "\n")
-    print(f"saved {folder}: {LOG_FILE}, {EVALUATION_FILE}, {CURVE_FILE}, {RESULT_FILE}, {CONFIG_FILE}, {RUN_FILE}")
+        finish(folder, text, write_evaluation, FINISHED)
 
 
 # The job -----------------------------------------------------------------------------------------------------------
@@ -310,6 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_alone()
     folder = Path(str(arguments[0].output_dir))
     if is_finished(folder, arguments):
+        check_finished(folder)
         print(finished_text(folder), end="")
         return 0
     try:

@@ -28,9 +28,9 @@ from llm_policy.errors import InputError, check_alone, check_choices, disk_error
 from llm_policy.grpo import arguments as rules
 from llm_policy.grpo import lifecycle, stages
 from llm_policy.grpo.arguments import WarmStartArguments
-from llm_policy.hardware import device_text, take_granted_threads, this_device
+from llm_policy.hardware import take_granted_threads, this_device
 from llm_policy.hindsight import HindsightLearner, HindsightLog, HindsightSettings
-from llm_policy.interruption import RESUME
+from llm_policy.interruption import RESUME, Interruption
 from llm_policy.models import context_tokens, load_tokenizer
 from llm_policy.number_format import number_format
 from llm_policy.tables import counted
@@ -112,7 +112,7 @@ def train(options: Options) -> int:
     script, folder = options.script, options.output_dir
     resume = checkpoint_to_resume_from(folder, script.resume_from_checkpoint)
     lifecycle.check_length("epochs", script.epochs, resume)
-    stop = lifecycle.StopOnSignal(1)
+    stop = Interruption("the step")
 
     # What is drawn, by which model
     tokenizer = load_tokenizer(options.model.model_name_or_path, revision=options.model.model_revision)
@@ -126,7 +126,8 @@ def train(options: Options) -> int:
     run_files.check_made_from(folder, job.made_from)
     if resume:
         stages.unfinish(folder)
-    write_run_files(options, job.judge_settings(TASK, folders) | {"learner": options.learner})
+    settings = job.judge_settings(TASK, folders) | {"learner": options.learner}
+    job.write_run_files(options.groups, options.config, settings, this_device())
 
     # The untrained model, and the warm start, which teaches the drawing functions
     begun = job.beginning(model, lora, folders, stop, has_begun=resume is not None)
@@ -160,13 +161,14 @@ def train(options: Options) -> int:
 
 def replay(
     learner: HindsightLearner, task: Task, script: HindsightArguments, folder: Path, resume: Path | None,
-    stop: lifecycle.StopOnSignal, stands_on: Sequence[Path],
+    stop: Interruption, stands_on: Sequence[Path],
 ) -> None:  # fmt: skip
     """Epochs until one program is perfect (`--stop_when`), `--epochs` are over, or a signal comes."""
     seconds = 0.0
     if resume:
         seconds = learner.restore(resume)
     log = HindsightLog(folder, learner.epoch, seconds)
+    stop.part = "the epoch"
 
     def is_solved() -> bool:
         return script.stop_when == "best" and learner.best >= task.full_reward
@@ -197,14 +199,6 @@ def check_prompt(task: Task, most_tokens: int) -> None:
         if finding.is_error:
             raise InputError(f"{finding.source}: {finding.rule}: {finding.message}")
         print(f"{finding.source}: {finding}", flush=True)
-
-
-def write_run_files(options: Options, settings: dict) -> None:
-    """resolved_config.yaml and run.json, with all that evaluate_policy.py needs to judge the run again."""
-    device = device_text(on_gpu=this_device().type == "cuda")
-    run_files.write_run_files(
-        options.output_dir, options.groups, options.config, options.script.seed, settings, device, RESUME
-    )
 
 
 if __name__ == "__main__":

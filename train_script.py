@@ -37,7 +37,7 @@ from llm_policy.grpo import lifecycle, stages
 from llm_policy.grpo.diagnostics import MetricsFile, PolicyDiagnostics
 from llm_policy.grpo.expected import SUPERVISED
 from llm_policy.grpo.trainer import PolicyTrainer
-from llm_policy.hardware import device_text, take_granted_threads
+from llm_policy.hardware import take_granted_threads
 from llm_policy.interruption import RESUME
 from llm_policy.models import context_tokens, load_tokenizer
 from llm_policy.number_format import is_unset, number_format
@@ -189,7 +189,8 @@ def train(options: Options) -> int:
             supersede(resume)
         if resume:
             stages.unfinish(output_dir)
-        write_run_files(options, job.judge_settings(script.task, folders))
+        settings = job.judge_settings(script.task, folders)
+        job.write_run_files(options.groups, options.config, settings, training.device)
     if resume:
         processes.wait_for_files(resume)
 
@@ -260,22 +261,6 @@ def say_what_differs(output_dir: Path, training: GRPOConfig) -> None:
             f"{training.generation_batch_size} completions are sampled at a time",
             flush=True,
         )
-
-
-def write_run_files(options: Options, settings: dict) -> None:
-    """resolved_config.yaml and run.json, with all that evaluate_policy.py needs to judge the run again."""
-    training = options.training
-    device = device_text(on_gpu=training.device.type == "cuda")
-    run_files.write_run_files(
-        options.output_dir,
-        options.groups,
-        options.config,
-        training.seed,
-        settings,
-        device,
-        RESUME,
-        processes.count(),
-    )
 
 
 def policy_trainer(

@@ -98,7 +98,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     output = Path(arguments.output).expanduser().resolve()
     with writing(f"--output {output}", "make room (1.1 GB), or name another file"):
         output.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(output.with_name(f".{output.name}.lock")):
+        lock = output.with_name(f".{output.name}.lock")
+        lock.touch()  # where it cannot be, FileLock would wait for it
+        with FileLock(lock):
             if not output.exists():
                 fetch(output)
             elif not is_known(output):

@@ -229,7 +229,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     started = time.monotonic()
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(output.with_name(f".{output.name}.lock")):  # in an array of jobs one fetches, the others wait
+        lock = output.with_name(f".{output.name}.lock")
+        lock.touch()  # where it cannot be, FileLock would wait for it
+        with FileLock(lock):  # in an array of jobs one fetches, the others wait
             if not is_complete(output):
                 fetch(arguments.source, output)
     except OSError as error:

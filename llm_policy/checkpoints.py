@@ -8,7 +8,7 @@ import hashlib
 import os
 import pickle
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from llm_policy.interruption import RESUME
 from llm_policy.run_files import (
     EVALUATION_FILE,
     JUDGE_AGAIN,
+    RESULT_FILE,
     check_output_dir,
     check_same_run,
     finished_text,
@@ -74,6 +75,22 @@ def write_list(folder: Path, paths: Iterable[Path]) -> None:
                 size = file.stat().st_size
                 listed[os.path.relpath(file, folder)] = (size, _sha256(file, size))
     write_whole(folder / COMPLETE_MARK, LISTED.dump_json(listed, indent=1).decode())
+
+
+def finish(folder: Path, text: str, save: Callable[[Path], None], names: Iterable[str]) -> None:
+    """Write what came of a run, mark it as finished, and say what lies in its folder.
+
+    Args:
+        text: result.txt.
+        save: writes evaluation.json and pictures there.
+        names: of the files that have to stay as they are now.
+    """
+    _unmark(folder)  # it may have been finished before, and is judged again
+    write_whole(folder / RESULT_FILE, text)
+    save(folder)
+    write_list(folder, [folder / name for name in names])
+    files = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    print(f"saved {folder}: {', '.join(files)}")
 
 
 def check_finished(output_dir: Path) -> None:

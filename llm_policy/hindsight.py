@@ -6,8 +6,6 @@ teaches the reply as the answer to it. No reward is learnt from. It says which r
 solved.
 """
 
-import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +21,9 @@ from llm_policy.checkpoints import read_state, written_whole
 from llm_policy.errors import InputError
 from llm_policy.grpo.trainer import MergedCopy
 from llm_policy.grpo.warm_start import packs, reply_loss
+from llm_policy.metrics_log import MetricsLog
 from llm_policy.models import not_finite
-from llm_policy.run_files import METRICS_FILE, cut_back
+from llm_policy.run_files import METRICS_FILE
 from llm_policy.sampling import sample_completions
 
 STATE_FILE = "hindsight.pt"
@@ -108,7 +107,7 @@ class HindsightLearner:
         return sorted(shortest.values(), key=lambda attempt: attempt.reward)
 
     def learn(self, lessons: Sequence[Attempt]) -> float | None:
-        """One pass over the lessons, in their order. Returns the mean loss (nats per token); None without lessons."""
+        """One pass over the lessons, in their order. Returns its batches' mean loss (nats per token), or None."""
         base_model = self.model.get_base_model()
         add_fused_lm_head(base_model, outputs=("log_probs", "entropy"))
         self.model.train()
@@ -164,18 +163,15 @@ class HindsightLog:
     """metrics.jsonl, TensorBoard, and a line per epoch."""
 
     def __init__(self, folder: Path, epoch: int, seconds: float) -> None:
-        self.file, self.seconds_before, self.started = folder / METRICS_FILE, seconds, time.perf_counter()
-        cut_back(self.file, epoch)
+        self.metrics = MetricsLog(folder / METRICS_FILE, epoch, seconds)
         self.writer = SummaryWriter(str(folder / "runs"))
 
     @property
     def seconds(self) -> float:
-        return self.seconds_before + time.perf_counter() - self.started
+        return self.metrics.seconds
 
     def write(self, epoch: int, epochs: int, metrics: dict[str, float], words: str) -> None:
-        record = {"step": epoch, "seconds": round(self.seconds, 1), **metrics}
-        with self.file.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        self.metrics.write(epoch, metrics)
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, epoch)
         self.writer.flush()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from llm_policy.errors import InputError
 
@@ -35,6 +36,14 @@ def check_texts(values: Mapping) -> None:
                 raise InputError(f"--{name} '': names nothing; leave the option out for its default")
             if PATHS.search(name):
                 _check_path(name, text, length)
+
+
+def first_of(error: ValidationError) -> str:
+    """The first thing that pydantic found wrong, in one line: where, what stands there, and what was expected."""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    found = "" if first["type"] == "missing" else f" {first['input']!r:.80}"
+    return f"{where}{found}: {first['msg']}".lstrip()
 
 
 def _check_path(option: str, text: str, length: int) -> None:

@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import MISSING, fields
@@ -16,15 +16,15 @@ from datetime import date
 from enum import Enum
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 
-from llm_policy.errors import InputError, writing
+from llm_policy.errors import OPTION_ERRORS, InputError, writing
 from llm_policy.interruption import RESUME
-from llm_policy.reading import parse_json, read_text, read_yaml
+from llm_policy.reading import first_of, parse_json, read_text, read_yaml
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,18 +79,6 @@ def let_umask_decide(file: Path) -> None:
     umask = os.umask(0)
     os.umask(umask)
     file.chmod(0o666 & ~umask)
-
-
-def cut_back(metrics: Path, step: int) -> list[dict]:
-    """Leave out the lines of a metrics.jsonl after `step`, and one that a kill cut; returns what those left say."""
-    kept = {}  # line -> record
-    for line in metrics.read_text(errors="replace").splitlines() if metrics.exists() else ():
-        with suppress(ValueError, TypeError, KeyError):  # cut off by a kill
-            record = parse_json(line)
-            if float(record["step"]) <= step and "seconds" in record:
-                kept[line] = record
-    write_whole(metrics, "".join(f"{line}\n" for line in kept))
-    return list(kept.values())
 
 
 @contextmanager
@@ -208,14 +196,34 @@ def checksum(content: object) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def check_made_from(output_dir: Path, made_from: Mapping[str, str]) -> None:
+def read_kept(file: Path, asked: str, check: Callable[[Any], object]) -> dict | None:
+    """The answers that `write_kept` left there; None where it was asked something else, for damage, and for no file.
+
+    Args:
+        asked: `checksum` of all that the answers depend on.
+        check: fails for what are no such answers.
+    """
+    try:
+        content = parse_json(read_text(file))
+        if content["asked"] == asked:
+            check(content["answers"])
+            return content["answers"]
+    except (OSError, InputError, *OPTION_ERRORS):
+        pass
+    return None
+
+
+def write_kept(file: Path, asked: str, answers: dict) -> None:
+    write_whole(file, json.dumps({"asked": asked, "answers": answers}))
+
+
+def check_made_from(output_dir: Path, made_from: Mapping[str, str], otherwise: str = "choose another folder") -> None:
     """`InputError` where a run was begun with other data or another model than lie there now, under the same names."""
     begun = run_settings(output_dir).get("made_from", {})  # runs from before this was written have none
     for what, now in made_from.items():
         if begun.get(what, now) != now:
             raise InputError(
-                f"--output_dir {output_dir}: the {what} changed since the run was begun; put the old files back, or "
-                "choose another folder"
+                f"{output_dir}: the {what} changed since the run was begun; put the old files back, or {otherwise}"
             )
 
 
@@ -318,9 +326,7 @@ def run_settings(name: str | Path) -> dict:
         found = parse_json(read_text(path, most=LARGEST_JSON))
         RunSettings.model_validate(found)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InputError(f"{path}: {where} {first['input']!r:.80}: {first['msg']}; {OTHER_RUN}") from error
+        raise InputError(f"{path}: {first_of(error)}; {OTHER_RUN}") from error
     except ValueError as error:
         raise InputError(f"{path}: is no JSON ({error}); {OTHER_RUN}") from error
     except OSError as error:

@@ -36,6 +36,7 @@ prepare(__name__)
 from llm_policy.command_line import EXIT_CODES, option_name, parse_arguments, read_option, take_config
 from llm_policy.errors import EXIT_INPUT_ERROR, InputError, check_choices, ended_by, run_script, writing
 from llm_policy.reading import read_text
+from llm_policy.report.studies import STUDIES
 from llm_policy.run_files import EVALUATION_FILE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -165,7 +166,10 @@ def result_folder(study: str | None, name: str) -> Path:
         studies = sorted(folder.name for folder in results.glob("*") if folder.is_dir() and folder.name[0] != "_")
         raise InputError(f"--name {name}: {found}; give --study as well ({', '.join(studies)}, or a new one)")
     if others := [holder for holder in holders if study not in (None, holder)]:
-        raise InputError(f"--study {study}: {name} belongs to the study {others[0]}; take another --name or that study")
+        raise InputError(
+            f"--study {study}: {name} belongs to the study {others[0]}; take another --name or that study, or delete "
+            f"results/{others[0]}/{name} and runs/{name}"
+        )
     return results / (study or holders[0]) / name
 
 
@@ -277,6 +281,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = result_folder(arguments.study, arguments.name)
     whole_command = with_kept_seeds(command, target / "command.txt")
     runs = ROOT / "runs" / arguments.name
+    if target.parent.name not in STUDIES:
+        print(f"results/{target.parent.name}: a study of your own, which no page shows", flush=True)
     for folder in (target, runs):
         make_folder(folder)
     is_new = not (target / "command.txt").exists()

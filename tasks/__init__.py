@@ -99,6 +99,7 @@ class Task:
             teaches in hindsight (train_hindsight.py).
         log_of_attempts: what is logged of such attempts, by metric.
         lint: context tokens -> findings about data and prompts, errors first.
+        logs: names of `.jsonl` files that it adds lines to in the run's folder.
     """
 
     rows: list[dict]
@@ -117,6 +118,7 @@ class Task:
     attempts: Callable[[Sequence[str], int], list[Attempt]] | None = None
     log_of_attempts: Callable[[Sequence[Attempt]], dict[str, float]] = lambda _: {}
     lint: Callable[[int], list] | None = None
+    logs: Sequence[str] = ()
 
 
 def task_module(name: str) -> ModuleType:

@@ -8,7 +8,7 @@ Axes: P states of the expert, S states, A actions, K outcomes of an action, N st
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,7 +55,7 @@ def lint(
     shaping: RewardShaping,
     context_tokens: int,
     max_completion_tokens: int,
-    replies: Sequence[str] = (),
+    replies: Iterable[str] = (),
 ) -> list[Finding]:
     """All findings, errors first.
 
@@ -184,7 +184,7 @@ def prompt_tokens(
 
 
 def cut_replies(
-    replies: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_completion_tokens: int
+    replies: Iterable[str], tokenizer: PreTrainedTokenizerBase, max_completion_tokens: int
 ) -> list[Finding]:
     """Replies that the warm start teaches and that no completion can hold: an error where most are such."""
     lengths = [len(reply_token_ids(reply, tokenizer)) for reply in replies]

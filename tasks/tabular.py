@@ -24,6 +24,7 @@ from llm_policy.environments.table_environment import TableEnvironment
 from llm_policy.errors import InputError, check_choices
 from llm_policy.grpo.answers import true_thoughts
 from llm_policy.grpo.diagnostics import OPTIMAL_LINE
+from llm_policy.grpo.warm_start import Lesson
 from llm_policy.run_files import ROOT
 from llm_policy.tables import counted
 from rewards import REWARD_SHAPES, RewardShaping, reward_functions
@@ -51,6 +52,22 @@ class ExpertArguments:
 
     def __post_init__(self) -> None:
         check_choices(self, {"reward_shape": tuple(REWARD_SHAPES)})
+
+
+class StateLessons(Sequence[Lesson]):
+    """A prompt of each state with a reply per action, made when it is asked for: those of many maps are gigabytes."""
+
+    def __init__(self, words: Words, states: Sequence[tuple[TableEnvironment, int]], actions: int) -> None:
+        self.words, self.states, self.actions = words, states, actions
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        state = self.states[index]
+        return self.words.messages(*state), [self.words.reply(*state, action) for action in range(self.actions)]
 
 
 def table_task(
@@ -106,7 +123,7 @@ def table_task(
     longest_name = max(range(len(actions)), key=lambda action: len(actions[action]))
 
     def findings(context_tokens: int) -> list[Finding]:
-        replies = [words.reply(*state, longest_name) for state in states]
+        replies = (words.reply(*state, longest_name) for state in states)
         found = lint(expert, prompts, tokenizer, shaping, context_tokens, training.max_completion_length, replies)
         return [replace(finding, source=source) for finding in found]
 
@@ -120,10 +137,7 @@ def table_task(
         is_reply=None if thoughts_count else is_tagged,
         actions=actions,
         action_rewards=action_rewards,
-        lessons=[
-            (words.messages(*state), [words.reply(*state, action) for action in range(len(actions))])
-            for state in states
-        ],
+        lessons=StateLessons(words, states, len(actions)),
         guess=lambda row: words.reply(*states[row["row"]], 0),
         reward_lines=reward_lines,
         shown={

@@ -260,7 +260,7 @@ def test_the_time_left_is_that_of_the_steps_that_are_left(tmp_path, capsys):
     lines = MetricsFile(tmp_path / "metrics.jsonl", may_end_early=True)
     state = SimpleNamespace(global_step=4, max_steps=10, is_world_process_zero=True)
     lines.on_train_begin(None, state, None)
-    lines.started -= 60
+    lines.log.began -= 60
     state.global_step = 6
     lines.on_log(None, state, None, logs={"reward": 1.0})
     assert "at most 2.0 min left" in capsys.readouterr().out

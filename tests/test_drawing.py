@@ -475,7 +475,7 @@ def test_random_rectangles_lie_apart():
 
 
 def test_the_reward_and_what_it_logs(sandbox, tmp_path):
-    reward = PixelReward(read_target("2-vertical-lines"), sandbox, tmp_path / "found.json")
+    reward = PixelReward(read_target("2-vertical-lines"), sandbox, tmp_path / "found.jsonl")
     texts = [
         reply("def task(img):\n    draw_vertical_line(img, 0, 1)\n    return img\n"),
         "no program",
@@ -485,46 +485,51 @@ def test_the_reward_and_what_it_logs(sandbox, tmp_path):
     logged = {}
     state = type("State", (), {"global_step": 5})
     assert reward(texts, trainer_state=state, log_metric=logged.__setitem__) == [0.5, 0.0, 0.0, 1.0]
-    assert (logged["drawing/best"], logged["drawing/generations"]) == (1.0, 6 * 4)
+    assert (logged["drawing/best"], logged["drawing/generations"]) == (1.0, 4)
     assert logged["drawing/solved"] == logged["drawing/parse"] == logged["drawing/timeout"] == 0.25
-    (found,) = json.loads((tmp_path / "found.json").read_text())
-    assert (found["share"], found["generation"]) == (1.0, 5 * 4 + 4)
+    found = json.loads((tmp_path / "found.jsonl").read_text())
+    assert (found["share"], found["generation"]) == (1.0, 4)
     assert "draw_vertical_line(img, 1, 2)" in found["code"]
 
 
 def test_the_verdict_says_what_the_training_found(sandbox, tmp_path):
     """The first perfect program ends a run, and the greedy one need not be perfect by then."""
-    file = tmp_path / "found.json"
+    file = tmp_path / "found.jsonl"
     judge = DrawingJudge(read_target("2-vertical-lines"), Reader(None), sandbox, False, {}, file)
     answers = {"texts": [reply("def task(img):\n    draw_vertical_line(img, 0, 1)\n    return img\n")]}
     now = "0 of 1 programs draw it, the best has 50% of the pixels"
     for share, words in ((None, "not solved"), (0.5, "not solved"), (1.0, "solved by program 7 of the training")):
         if share is not None:
-            file.write_text(json.dumps([{"share": share, "generation": 7, "code": ""}]))
+            file.write_text(json.dumps({"share": share, "generation": 7, "code": ""}))
         between = "; now" if share == 1.0 else ":"
         assert judge.judgement(answers).verdict == f"2-vertical-lines {words}{between} {now}"
 
 
-def test_programs_are_counted_over_processes_and_batches(sandbox, tmp_path, monkeypatch):
-    """Two processes have two programs each, and a batch serves two optimiser steps."""
+def test_programs_are_counted_over_processes_and_other_batches(sandbox, tmp_path, monkeypatch):
+    """Two processes have two programs each now; the run was begun with batches of three."""
     target, logged = read_target("2-vertical-lines"), {}
-    reward = PixelReward(target, sandbox, tmp_path / "found.json", steps_per_batch=2)
+    counted = [{"drawing/generations": 3}, {}, {"drawing/generations": 9}, {}]  # not in a step without new programs
+    lines = [{"step": step, "seconds": 1.0} | found for step, found in enumerate(counted, start=1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    reward = PixelReward(target, sandbox, tmp_path / "found.jsonl")
     own = [reply("def task(img):\n    return img\n"), "no program"]
     perfect = reward.score([reply("def task(img):\n    return [[1, 2], [1, 2]]\n"), own[0]])
     monkeypatch.setattr("tasks.drawing.task.processes.gathered", lambda scores: [*scores, perfect])
     state = type("State", (), {"global_step": 6})
     assert reward(own, trainer_state=state, log_metric=logged.__setitem__) == [0.0, 0.0]
-    assert logged["drawing/generations"] == 3 * 4 + 4
+    assert logged["drawing/generations"] == 9 + 4
     assert (logged["drawing/best"], logged["drawing/solved"], logged["drawing/parse"]) == (1.0, 0.25, 0.25)
-    assert json.loads((tmp_path / "found.json").read_text())[-1]["generation"] == 15
-    (tmp_path / "found.json").unlink()
+    assert json.loads((tmp_path / "found.jsonl").read_text())["generation"] == 9 + 3
+    reward(own, trainer_state=state, log_metric=logged.__setitem__)
+    assert logged["drawing/generations"] == 9 + 4 + 4
+    (tmp_path / "found.jsonl").unlink()
     monkeypatch.setattr("tasks.drawing.task.processes.is_main", lambda: False)
     reward(own, trainer_state=state)
-    assert not (tmp_path / "found.json").exists()
+    assert not (tmp_path / "found.jsonl").exists()
 
 
 def test_the_best_program_is_kept(sandbox, tmp_path):
-    file, wanted = tmp_path / "found.json", [[1, 2]]
+    file, wanted = tmp_path / "found.jsonl", [[1, 2]]
 
     def draw(grid, before):
         code = f"def task(img):\n    return {grid}\n"
@@ -540,15 +545,15 @@ def test_the_best_program_is_kept(sandbox, tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{}", "[{}]", '{"share": 1', *(
-        f'[{{"share": {share}, "generation": {generation}, "code": ""}}]'
+    ["{}", "[{}]", '{"share": 1', *(
+        f'{{"share": {share}, "generation": {generation}, "code": ""}}'
         for share, generation in (('"x"', 1), ("NaN", 1), (7, 1), (0.5, -3), (0.5, "1.5"))
     )],
 )  # fmt: skip
 def test_a_damaged_record_is_one_line(sandbox, tmp_path, text):
-    (tmp_path / "found.json").write_text(text)
-    reward = PixelReward(read_target("2-vertical-lines"), sandbox, tmp_path / "found.json")
-    with pytest.raises(InputError, match=r"found\.json: is no record of programs \(.*\); delete it") as caught:
+    (tmp_path / "found.jsonl").write_text(text)
+    reward = PixelReward(read_target("2-vertical-lines"), sandbox, tmp_path / "found.jsonl")
+    with pytest.raises(InputError, match=r"found\.jsonl: is no record of programs \(.*\); delete it") as caught:
         reward(["no program"], trainer_state=type("State", (), {"global_step": 5}))
     assert "\n" not in str(caught.value)
 
@@ -573,6 +578,8 @@ def test_a_run_on_a_tiny_model(answering_llama, tmp_path, capfd):
     content = json.loads((tmp_path / "one/evaluation.json").read_text())
     assert content["baselines"] == {"nothing drawn": 0.0, "one color (1)": 0.5}
     assert (tmp_path / "one/policy.png").stat().st_size > 1000
+    listed = json.loads((tmp_path / "one/checkpoint-2/COMPLETE").read_text())
+    assert {"../found.jsonl", "../metrics.jsonl"} <= set(listed), "what a resumed run needs"
     # A second run of the seed stands on the same warm start
     argv[argv.index("--output_dir") + 1] = str(tmp_path / "two")
     assert train_script.main([*argv[:-1], "4-squares"]) == 0
@@ -636,12 +643,12 @@ def test_random_programs_draw_in_order_of_the_columns_and_then_of_the_rows():
 
 
 def test_what_the_training_found_is_told_and_drawn(sandbox, tmp_path, monkeypatch):
-    file, shown, draw = tmp_path / "found.json", {}, drawing_judge.grids_figure
+    file, shown, draw = tmp_path / "found.jsonl", {}, drawing_judge.grids_figure
     monkeypatch.setattr(
         drawing_judge, "grids_figure", lambda pictures, title: shown.update(pictures) or draw(pictures, title)
     )
     perfect = "def task(img):\n    return [[1, 2], [1, 2]]\n"
-    file.write_text(json.dumps([{"share": 1.0, "generation": 1234, "code": perfect}]))
+    file.write_text(json.dumps({"share": 1.0, "generation": 1234, "code": perfect}))
     judge = DrawingJudge(read_target("2-vertical-lines"), None, sandbox, False, {}, file)
     half = {"texts": [reply("def task(img):\n    draw_vertical_line(img, 0, 1)\n    return img\n"), "no program"]}
     assert judge.judgement(half).metrics == {"best": 0.5, "mean": 0.25, "solved": 0.0, "failed": 0.5}

@@ -312,6 +312,18 @@ def test_half_of_a_policy_is_not_judged_but_the_run_is_from_within(tmp_path, mon
         main(["--policies", "."])
 
 
+def test_a_run_is_not_judged_on_another_base_than_its_own(places, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "resolved_config.yaml").touch()
+    settings = {"maps": ["SFG"], "is_slippery": False, "made_from": {"model": "0123456789abcdef"}}
+    (run / "run.json").write_text(json.dumps(settings))
+    (run / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(places / "model"), "r": 2}))
+    (run / "adapter_model.safetensors").touch()
+    with pytest.raises(InputError, match=f"^{run}: the model changed since the run was begun; .*, or train again$"):
+        main(["--policies", str(run)])
+
+
 @pytest.mark.parametrize("settings", [{"on_adapter": True}, {}])
 def test_half_of_a_policy_is_not_trained_further(settings, tmp_path):
     """The warm start lies in the run, or elsewhere (--warm_start_folder). Alone it is a whole adapter."""

@@ -133,7 +133,7 @@ BAD_ENVIRONMENTS = [
     ("ALE/Pong-v5", {}, "--env_id ALE/Pong-v5: "),
     ("frozen lake", {}, "--env_id frozen lake: "),
     ("", {}, "--env_id : "),
-    ("nowhere:Lake-v1", {}, "--env_id nowhere:Lake-v1: a package is missing"),
+    ("nowhere:Lake-v1", {}, "--env_id nowhere:Lake-v1: Python finds no module nowhere from here, for Lake"),
     ("FrozenLake-v1", {"colour": "blue"}, r"--env_options \{'colour': 'blue'\}: .*colour"),
     ("FrozenLake-v1", {"map_name": "3x3"}, r"--env_options .*3x3"),
     ("FrozenLake-v1", {"desc": ["SF", "G"]}, r"--env_options "),

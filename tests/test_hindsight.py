@@ -20,6 +20,7 @@ from llm_policy.chat import Reader
 from llm_policy.errors import EXIT_INTERRUPTED, InputError
 from llm_policy.grpo import stages
 from llm_policy.hindsight import Attempt, HindsightLearner, HindsightSettings
+from llm_policy.interruption import Interruption
 from tasks.drawing import task as drawing_task
 from tasks.drawing.sandbox import ERRORS, code_of
 from tasks.drawing.task import Arguments, make_task
@@ -195,12 +196,12 @@ class Scripted(HindsightLearner):
 def test_a_learner_that_knows_one_function_solves_two_lines_in_three_epochs(drawing, tmp_path):
     task = drawing("2-vertical-lines")
     script = train_hindsight.HindsightArguments(epochs=3, output_dir=str(tmp_path))
-    stop = train_hindsight.lifecycle.StopOnSignal(1)
+    stop = Interruption("the epoch")
     pupil = Scripted(task)
     train_hindsight.replay(pupil, task, script, tmp_path, None, stop, [])
     assert pupil.epoch <= 3
     assert [line["drawing/best"] for line in metrics_of(tmp_path)] == [0.5, 1.0]
-    assert json.loads((tmp_path / "found.json").read_text())[-1]["generation"] == 18 + 1
+    assert json.loads((tmp_path / "found.jsonl").read_text().splitlines()[-1])["generation"] == 18 + 1
 
 
 @pytest.mark.parametrize(("stop_when", "epochs"), [("best", 1), ("never", 3)])
@@ -210,7 +211,7 @@ def test_a_perfect_program_ends_a_run_unless_it_never_ends(stop_when, epochs, dr
     pupil = Scripted(task)
     pupil.sample = lambda: [reply(program("return [[1, 2], [1, 2]]"))]
     pupil.learn = lambda lessons: None
-    train_hindsight.replay(pupil, task, script, tmp_path, None, train_hindsight.lifecycle.StopOnSignal(1), [])
+    train_hindsight.replay(pupil, task, script, tmp_path, None, Interruption("the epoch"), [])
     assert pupil.epoch == epochs
 
 

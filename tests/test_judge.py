@@ -90,10 +90,9 @@ VERDICTS = [
     (np.full((16, 4), [0.1, 0.1, 0.7, 0.1]), "state-blind: always RIGHT (2/11 states, 3 % of optimal)"),
     # One state apart from the habit does not make a policy that reads its state
     (with_rows(LAKE, np.eye(4)[[1] * 10 + [2]]), "nearly state-blind: DOWN in 10 of 11 states (1/11 states"),
-    # What a model's policy is when no completion can be read
     (uniform_policy(16, 4), "uniformly random in every state (0/11 states, 2 % of optimal)"),
     # A uniform row is an answer that could not be read, and no LEFT
-    (with_rows(LAKE, [*np.full((10, 4), 0.25), [0, 1, 0, 0]]), "partly learned: 1/11 states, 2 % of optimal, 10 "),
+    (with_rows(LAKE, [*np.full((10, 4), 0.25), [0, 1, 0, 0]]), "not learned: 1/11 states, 2 % of optimal, 10 "),
     (with_rows(LAKE, [*np.full((2, 4), 0.25), *np.eye(4)[[0] * 9]]), "state-blind: always LEFT (3/11 states, 0 % of "),
     (with_rows(LAKE, [*np.full((5, 4), 0.25), *np.eye(4)[[0] * 5 + [1]]]), "nearly state-blind: LEFT in 5 of 6 states"),
     # The expert but for the last two states before the goal
@@ -105,6 +104,12 @@ VERDICTS = [
 def test_verdict(policy_SA, verdict):
     scores = [score_policy(LAKE, policy_SA, 100)]
     assert policy_verdict([policy_SA], [LAKE], scores).startswith(verdict)
+
+
+def test_a_model_that_lost_the_form_is_told_apart_from_a_random_policy():
+    policy_SA = uniform_policy(16, 4)  # what a model's policy is when no completion can be read
+    verdict = policy_verdict([policy_SA], [LAKE], [score_policy(LAKE, policy_SA, 100, format_validity=0.0)])
+    assert verdict.startswith("no readable answer (0/11 states, 2 % of optimal): lower --learning_rate, or teach")
 
 
 def test_a_little_less_than_the_optimum_is_not_all_of_it():

@@ -13,6 +13,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny_models import build_tiny_model
 from torch.testing import assert_close
 from tqdm import tqdm
@@ -445,11 +446,12 @@ def test_a_run_and_its_files(model, tmp_path, capfd, algorithm, actor):
     assert "holds a finished run" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("kept", [{}, {"asked": "another run", "answers": {"score": {}}}])
-def test_answers_of_another_run_are_not_taken(kept, model, tmp_path):
+@pytest.mark.parametrize("kept", [{}, {"asked": "another run", "answers": {"score": {}}}, {"answers": {"x": 1}}])
+def test_answers_of_another_run_and_what_are_none_are_not_taken(kept, model, tmp_path, monkeypatch):
     out = tmp_path / "out"
     out.mkdir()
-    (out / "untrained.json").write_text(json.dumps(kept))
+    monkeypatch.setattr(run.run_files, "checksum", lambda _: "this run")
+    (out / "untrained.json").write_text(json.dumps({"asked": "this run"} | kept))
     assert main(small(model, out)) == 0
     assert main(small(model, tmp_path / "plain")) == 0
     rows = [json.loads((folder / "evaluation.json").read_text())["policies"] for folder in (out, tmp_path / "plain")]
@@ -562,7 +564,7 @@ def test_judging_a_trained_run_again_is_no_training(model, tmp_path):
     learner = make_learner(arguments_of(model))
     (checkpoint,) = tmp_path.glob("checkpoint-*")
     resumed = progress.Progress(learner, tmp_path, arguments_of(model), checkpoint)
-    assert (resumed.steps_left, resumed.seconds) == (0, resumed.seconds_before)
+    assert (resumed.steps_left, resumed.seconds) == (0, resumed.metrics.seconds_before)
 
 
 @pytest.fixture(scope="module")
@@ -583,6 +585,16 @@ def test_a_run_without_its_policy_is_not_finished(finished):
         (finished / name).unlink()
     with pytest.raises(InputError, match=r": is not finished; --resume_from_checkpoint auto resumes it"):
         load_run(finished)
+
+
+def test_a_run_is_not_judged_behind_another_model(model, tmp_path):
+    own, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(model, own)
+    assert main(small(own, out, "--actor", "frozen", "--timesteps", 64)) == 0
+    weights = load_file(own / "model.safetensors")
+    save_file({name: w + 0.01 for name, w in weights.items()}, own / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=f"^{out}: the model changed since the run was begun; .*, or train again$"):
+        load_run(out)
 
 
 def test_max_episodes_ends_the_training(model, tmp_path, capfd):
@@ -759,6 +771,7 @@ def test_a_run_stands_beside_others(model, tmp_path, capfd):
         (["--hidden_sizes", "0"], r"--hidden_sizes 0: "),
         (["--use_sde", "true"], r"--use_sde true: CartPole-v1 has discrete actions; it is for continuous ones"),
         (["--log_std_init", "-2"], r"--log_std_init -2.0: CartPole-v1 has discrete actions; it is for continuous ones"),
+        (["--use_sde", "true", "--sde_sample_freq", "0"], r"--sde_sample_freq 0: expected -1, once per rollout, or"),
         (["--sde_sample_freq", "4"], r"--sde_sample_freq 4: is for --use_sde true"),
         (
             ["--schedule", "linear", "--timesteps", "64"],
@@ -888,7 +901,8 @@ OF_EPISODES = [
     # environment, mean return and half its interval, verdict
     ("CartPole-v1", 480, 9, "solved: mean return 480.0 in 5 episodes (Gymnasium asks for 475)"),
     ("CartPole-v1", 60, 9, "learned: mean return 60.0 in 5 episodes, short of the 475 that Gymnasium calls solved; b"),
-    ("CartPole-v1", 45, 9, "not learned: mean return 45.0 in 5 episodes; b has 30.0"),
+    ("CartPole-v1", 45, 9, "cannot be told from b: mean return 45.0 in 5 episodes, and 30.0; their 95 % intervals"),
+    ("CartPole-v1", 25, 9, "not learned: mean return 25.0 in 5 episodes; b has 30.0"),
     ("Pendulum-v1", 60, 9, "learned: mean return 60.0 in 5 episodes; b has 30.0"),
 ]  # fmt: skip
 

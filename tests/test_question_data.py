@@ -307,6 +307,10 @@ def test_a_split_needs_both_sides(share):
         (("A.M.", "E. coli"), "E. coli", 1),
         (("A.M.", "E. coli"), "A.M.", 0),
         (("Cut the box", "Cut the boxes"), "b", 1),
+        (("-3", "3"), "A: -3", 0),  # its sign is its own
+        (("-3", "3"), "B: -3", None),
+        (("50%", "50"), "A: 50%", 0),
+        (("Co", "CO"), "B: CO", 1),
     ],
 )
 def test_a_letter_and_words_name_one_option(options, answer, option):

@@ -381,11 +381,11 @@ def test_a_game_that_pays_no_success_is_shown_by_its_return(results):
     write_played(folder, "mlp", {"trained, greedy": 1.0}, 100, "CliffWalking-v1")
     rows = [
         policy(name, 1.0, 37) | {"return_at_horizon": -13.0}
-        for name in ("trained, greedy", "trained, sampled", "untrained, greedy")
+        for name in ("optimal", "trained, greedy", "trained, sampled", "untrained, greedy")
     ]
     (folder / "evaluation.json").write_text(json.dumps({"env_options": {}, "policies": rows}))
     section = policy_gradient.policy_gradient_section(policy_gradient.policy_gradients(), {}, {})
-    (row,) = [cells(line) for line in section.splitlines()[2:]]
+    _, row = [cells(line) for line in section.splitlines()[2:]]
     assert row[0] == "CliffWalking-v1: return in 100 steps"
     assert row[3] == "**-13.0** (-13.0)"
 
@@ -828,15 +828,33 @@ def test_a_damaged_line_has_its_number(line, words, results):
         lakes.training_results()
 
 
-@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "minutes.txt"])
+@pytest.mark.parametrize("name", ["evaluation.json", "run.json", "metrics.jsonl", "minutes.txt"])
 def test_a_seed_without_one_of_its_files_is_named(name, results):
     """It was left out of the tables without a word."""
     seed = results / "canonical/dry/seed-1"
     (seed / name).unlink()
     with pytest.raises(InputError, match=rf"^results/canonical/dry/seed-1/{name}: is gone; put it back, or delete"):
         lakes.training_results()
-    (seed / "evaluation.json").unlink()
-    assert "dry" not in lakes.training_results(), "not finished yet"
+
+
+def test_a_row_that_stands_twice_is_named(results):
+    file = results / "canonical/dry/seed-1/evaluation.json"
+    evaluation = json.loads(file.read_text())
+    file.write_text(json.dumps(evaluation | {"policies": [*evaluation["policies"], evaluation["policies"][0]]}))
+    with pytest.raises(
+        InputError, match=r"^results/canonical/dry/seed-1: its files are damaged .*two rows of one name"
+    ):
+        lakes.training_results()
+
+
+def test_a_search_whose_seeds_name_the_optimum_otherwise(results):
+    """An older version called the row otherwise: both stand there, each with its seeds."""
+    write_search(folder := results / "policy_search/props_frozen_lake")
+    file = folder / "seed-2/evaluation.json"
+    file.write_text(file.read_text().replace('"optimal"', '"optimal without a limit"'))
+    lines = report.search_section(report.policy_searches(), {}).splitlines()
+    seeds = {row[1]: row[2] for row in map(cells, lines[2:])}
+    assert (seeds["optimal"], seeds["optimal without a limit"], seeds["random search"]) == ("1", "1", "2")
 
 
 DAMAGE = ["", "{}", "[]", "null", "3", '{"a": ', '[{"step": 1}]', "\x00"]

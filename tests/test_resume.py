@@ -516,7 +516,7 @@ def test_a_run_is_not_resumed_with_another_expert_or_model(change, what, answeri
     assert run(arguments, log, killed_at_step(2 + 2)) == KILLED
     change(arguments, out)
     assert run([*arguments, "--resume_from_checkpoint", "auto"], log) == EXIT_INPUT_ERROR
-    assert f"error: --output_dir {out}: the {what} changed since the run was begun; put the old" in log.read_text()
+    assert f"error: {out}: the {what} changed since the run was begun; put the old" in log.read_text()
 
 
 def test_a_run_does_not_end_before_the_checkpoint_that_it_resumes_from(killed, tmp_path):

@@ -225,7 +225,7 @@ def test_a_run_is_resumed_with_what_it_was_made_from(tmp_path):
         (tmp_path / RUN_FILE).write_text(json.dumps(begun))
         check_made_from(tmp_path, now)
     (tmp_path / RUN_FILE).write_text(json.dumps({"made_from": {"data": checksum([2.0]), "model": "a"}}))
-    with pytest.raises(InputError, match=f"^--output_dir {tmp_path}: the data changed since the run was begun; put"):
+    with pytest.raises(InputError, match=f"^{tmp_path}: the data changed since the run was begun; put"):
         check_made_from(tmp_path, now)
 
 

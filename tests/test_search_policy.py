@@ -41,7 +41,7 @@ from search_policy import closing_lines, main, read_arguments
 KEY = "sk-secret-0123456789"
 GOOD = "parameters: " + ", ".join("1" * 16)
 FILES = {
-    "answers.jsonl", "evaluation.json", "curve.png", "result.txt", "resolved_config.yaml", "run.json",
+    "COMPLETE", "answers.jsonl", "evaluation.json", "curve.png", "result.txt", "resolved_config.yaml", "run.json",
 }  # fmt: skip
 
 
@@ -246,6 +246,13 @@ def test_a_search_goes_on_with_the_model_that_it_began_with(tiny_model, tmp_path
         main(small_run(tmp_path / "out", *model))
 
 
+def test_a_finished_search_that_was_edited_is_not_shown(tmp_path):
+    assert main(small_run(tmp_path / "out")) == 0
+    (tmp_path / "out/result.txt").write_text("ProPS beats everything\n")
+    with pytest.raises(InputError, match=r"result\.txt: is not as it was written; put the old file back"):
+        main(small_run(tmp_path / "out"))
+
+
 def test_another_proposer_is_named_and_no_option_that_hangs_on_it(lake_run):
     with pytest.raises(InputError, match=r"^--proposer .*was begun with random"):
         main(["--output_dir", str(lake_run)])
@@ -380,9 +387,16 @@ def test_a_search_without_a_policy_has_no_best_of_the_warm_up():
     assert closing_lines(problem, compared, {}, cost)[-1] == "verdict: ProPS found no policy at all"
 
 
-@pytest.mark.parametrize(("values", "is_said"), [([0.4, 0.4, 0.4], True), ([0.4, 0.4, 0.5], False)])
-def test_a_search_that_adds_nothing_to_its_warm_up_says_so(values, is_said):
-    found = SearchComparison([], [], Row("ProPS", PolicyValue(values[-1], None)), {"ProPS": ([0, 1, 2], values)})
+CURVES = [  # iterations, values, whether it is said
+    ([0, 1, 2], [0.4, 0.4, 0.4], True),
+    ([0, 1, 2], [0.4, 0.4, 0.5], False),
+    ([1, 2], [0.4, 0.4], False),  # without a warm-up
+]
+
+
+@pytest.mark.parametrize(("iterations", "values", "is_said"), CURVES)
+def test_a_search_that_adds_nothing_to_its_warm_up_says_so(iterations, values, is_said):
+    found = SearchComparison([], [], Row("ProPS", PolicyValue(values[-1], None)), {"ProPS": (iterations, values)})
     lines = closing_lines(search_problem("FrozenLake-v1"), found, {}, COST)
     assert ("No proposal was better than the best random policy of the warm-up." in lines) == is_said
 

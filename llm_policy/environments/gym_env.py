@@ -5,14 +5,17 @@ policy gradients, which stable-baselines3 plays otherwise.
 """
 
 import functools
+import importlib
 import inspect
 import json
 import math
 import re
 import sys
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import gymnasium
@@ -28,6 +31,9 @@ from llm_policy.reading import parse_json
 
 Actor = Callable[[Any], Any]
 """Any policy: observation -> action, as the environment has them."""
+
+# run.json has the name that it then takes
+warnings.filterwarnings("ignore", message=".*WARN: Using the latest versioned environment")
 
 DEFAULT_HORIZON_STEPS = 100
 """Where the environment has no limit: in CliffWalking the published -100 is a hundred steps of -1."""
@@ -89,14 +95,17 @@ def make_gym_environment(
         raise InputError(f"--env_options: max_episode_steps {options['max_episode_steps']}: is --horizon_steps here")
     mdp = None
     try:
+        if find_spec("mujoco") and _is_of_mujoco(env_id):  # which else writes its warnings into a file here
+            importlib.import_module("mujoco").set_mju_user_warning(_warn_once)
         env = gymnasium.make(env_id, max_episode_steps=horizon_steps, disable_env_checker=True, **options)
-        if "mujoco" in sys.modules:
-            sys.modules["mujoco"].set_mju_user_warning(_warn_once)
         is_discrete = isinstance(env.observation_space, Discrete) and isinstance(env.action_space, Discrete)
         _check_options(env, options)
         if is_discrete and _has_table(env.unwrapped):
             mdp = mdp_from_env(env)
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
+        module, _, own = env_id.rpartition(":")
+        if (missing := getattr(error, "name", None)) and f"{module}.".startswith(f"{missing}."):
+            raise InputError(f"--env_id {env_id}: Python finds no module {missing} from here, for {own}") from error
         remedy = "pip install -r requirements-mujoco.txt" if "mujoco" in str(error).lower() else "install it"
         raise InputError(f"--env_id {env_id}: a package is missing ({_one_line(error)}); {remedy}") from error
     except gymnasium.error.NameNotFound as error:
@@ -141,6 +150,21 @@ def plain_name(env_id: str) -> str:
     ('Key-Room', 'CartPole')
     """
     return re.sub(r"-v\d+$", "", env_id.rpartition("/")[2])
+
+
+def folder_name(env_id: str) -> str:
+    """As runs in it are called: without the module of an environment of one's own.
+
+    >>> folder_name("rooms:me/Key-Room-v0")
+    'me-Key-Room-v0'
+    """
+    return env_id.rpartition(":")[2].replace("/", "-")
+
+
+def _is_of_mujoco(env_id: str) -> bool:
+    name = plain_name(env_id)
+    same = [spec for other, spec in gymnasium.registry.items() if plain_name(other) == name]
+    return any("mujoco" in str(spec.entry_point) for spec in same)
 
 
 @functools.cache
@@ -233,7 +257,7 @@ def steps(env: gymnasium.Env, actor: Actor, episodes: int, seed: int) -> Iterato
 
 
 def is_readable(observation: Any, shape: tuple[int, ...] | None) -> bool:
-    return np.shape(observation) == shape and not np.isnan(observation).any()
+    return np.shape(observation) == shape and bool(np.isfinite(observation).all())
 
 
 def returns(env: gymnasium.Env, actor: Actor, episodes: int, seed: int) -> list[float]:

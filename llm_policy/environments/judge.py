@@ -6,6 +6,7 @@ Axes: S states, A actions, N acting states of all environments, R learners.
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,7 @@ def mutual_information(policies_SA: Sequence[np.ndarray], environments: Sequence
 def policy_verdict(
     policies_SA: Sequence[np.ndarray], environments: Sequence[TableEnvironment], scores: Sequence[PolicyScore]
 ) -> str:
-    """One line about greedy policies: random, learned, state-blind or nearly so, or how far it came."""
+    """One line about greedy policies: unreadable, random, learned, state-blind, not learned, or how far it came."""
     rows_NA, chooses_N = _acting_rows(policies_SA, environments)
     actions = environments[0].actions
     right, states = sum(s.optimal_states for s in scores), sum(s.acting_states for s in scores)
@@ -67,6 +68,8 @@ def policy_verdict(
     shown = percent if percent >= OPTIMAL_PERCENT else min(percent, 99)  # 99.5 is not all
     summary = f"{right}/{states} states, {shown:.0f} % of optimal"
     readable = int(chooses_N.sum())
+    if not readable and scores[0].format_validity is not None:
+        return f"no readable answer ({summary}): lower --learning_rate, or teach the form first (--warm_start)"
     if not readable:
         return f"uniformly random in every state ({summary})"
     if readable < states:
@@ -81,7 +84,25 @@ def policy_verdict(
         return f"state-blind: always {habit} ({summary})"
     if times >= NEARLY_ALWAYS * readable > 1:
         return f"nearly state-blind: {habit} in {times} of {readable} states ({summary})"
+    blind_states, blind_percent = _of_one_action(environments, scores[0].horizon_steps)
+    if right <= blind_states and percent <= blind_percent:
+        return f"not learned: {summary}, and one action everywhere has {blind_states} states, or {blind_percent:.0f} %"
     return f"partly learned: {summary}"
+
+
+def _of_one_action(environments: Sequence[TableEnvironment], horizon_steps: int) -> tuple[int, float]:
+    """The most optimal states, and the most percent of the optimum, that one action in all states has."""
+    found_EA = [_scores_of_one_action(environment, horizon_steps) for environment in environments]
+    by_action = list(zip(*found_EA, strict=True))
+    states = max(sum(score.optimal_states for score in scores) for scores in by_action)
+    return states, max(float(np.mean([score.percent_of_optimal for score in scores])) for scores in by_action)
+
+
+@cache
+def _scores_of_one_action(environment: TableEnvironment, horizon_steps: int) -> list[PolicyScore]:
+    states, actions = environment.mdp.rewards_SA.shape
+    policies_SA = [constant_policy(states, action, actions) for action in range(actions)]
+    return [score_policy(environment, policy_SA, horizon_steps) for policy_SA in policies_SA]
 
 
 def _acting_rows(

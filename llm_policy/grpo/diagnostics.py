@@ -1,6 +1,5 @@
 """What a training run says about itself: how good it is while it learns, whether it collapsed, a resumable log."""
 
-import json
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from transformers.trainer_callback import ExportableState
 from llm_policy import processes
 from llm_policy.grpo.expected import REWARD_ROUNDING
 from llm_policy.hardware import give_memory_back
-from llm_policy.run_files import cut_back
+from llm_policy.metrics_log import MetricsLog
 
 BATCH_CONDITIONS = ("best", "mean")  # of a batch's rewards is the largest that there is
 STOP_CONDITIONS = ("optimal", "collapsed", "either", *BATCH_CONDITIONS, "never")
@@ -216,28 +215,22 @@ class MetricsFile(TrainerCallback):
             "action/entropy": "action entropy",
             "completions/mean_length": "tokens",
         }
-        self.seconds_before = 0.0
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.started, self.first_step = time.perf_counter(), state.global_step
-        self.cut_back(state)
+        self.begin(state)
 
-    def cut_back(self, state: TrainerState) -> None:
+    def begin(self, state: TrainerState) -> None:
         """Leave out what stands behind the checkpoint that a run resumes from."""
-        if not processes.is_main():
-            return
-        if kept := cut_back(self.path, state.global_step):
-            self.seconds_before = kept[-1]["seconds"]
+        self.first_step = state.global_step
+        if processes.is_main():
+            self.log = MetricsLog(self.path, state.global_step)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not logs or "train_runtime" in logs:
             return
-        seconds = time.perf_counter() - self.started
-        record = {"step": state.global_step, "seconds": round(self.seconds_before + seconds, 1), **logs}
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        self.log.write(state.global_step, logs)
         done = state.global_step - self.first_step
-        left = seconds / max(done, 1) * (state.max_steps - state.global_step) / 60
+        left = self.log.seconds_here / max(done, 1) * (state.max_steps - state.global_step) / 60
         shown = [f"{label} {logs[key]:.3g}" for key, label in self.shown.items() if logs.get(key) is not None]
         width = len(str(state.max_steps))
         print(

@@ -123,7 +123,7 @@ def train_or_restore(
         trainer.model.load_adapter(str(resume), adapter_name="default", is_trainable=True)
         trainer.state = TrainerState.load_from_json(str(resume / TRAINER_STATE_NAME))
         diagnostics.restore(trainer.state)
-        metrics.cut_back(trainer.state)
+        metrics.begin(trainer.state)
     else:
         trainer.train(resume_from_checkpoint=str(resume) if resume else None)
 

@@ -3,7 +3,6 @@
 A task is a `tasks.Task` here, a judge a `tasks.Judge`: this package knows no task.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,19 +14,15 @@ from peft import LoraConfig, PeftModel
 from transformers import PreTrainedModel, set_seed
 from trl import ModelConfig
 
-from llm_policy import adapters, processes, run_files
+from llm_policy import adapters, checkpoints, processes, run_files
 from llm_policy.adapters import GRPO_FOLDER, WARM_START_FOLDER
 from llm_policy.chat import Reader
-from llm_policy.checkpoints import COMPLETE_MARK, write_list
-from llm_policy.errors import OPTION_ERRORS, InputError
 from llm_policy.grpo.arguments import WarmStartArguments
-from llm_policy.grpo.lifecycle import StopOnSignal
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.grpo.warm_start import Lesson, warm_started
-from llm_policy.hardware import give_memory_back
-from llm_policy.interruption import RESUME
+from llm_policy.hardware import device_text, give_memory_back
+from llm_policy.interruption import RESUME, Interruption
 from llm_policy.models import load_model, model_checksum
-from llm_policy.reading import parse_json, read_text
 
 UNTRAINED_FILE, WARM_START_FILE = "untrained.json", "warm_start.json"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -96,8 +91,15 @@ class Job:
             "made_from": self.made_from,
         }
 
+    def write_run_files(self, groups: Sequence, config: str, settings: dict, device: torch.device) -> None:
+        """resolved_config.yaml and run.json, with all that evaluate_policy.py needs to judge the run again."""
+        works_on = device_text(on_gpu=device.type == "cuda")
+        run_files.write_run_files(
+            self.output_dir, groups, config, self.seed, settings, works_on, RESUME, processes.count()
+        )
+
     def beginning(
-        self, model: PreTrainedModel, lora: LoraConfig, folders: Sequence[Path], stop: StopOnSignal, has_begun: bool
+        self, model: PreTrainedModel, lora: LoraConfig, folders: Sequence[Path], stop: Interruption, has_begun: bool
     ) -> Beginning:
         """Teach the form of an answer, and judge the model before and after that where asked to.
 
@@ -138,7 +140,7 @@ class Job:
     @property
     def stands_on(self) -> list[Path]:
         """What the run needs besides a checkpoint to resume from it."""
-        files = (run_files.METRICS_FILE, UNTRAINED_FILE)
+        files = (run_files.METRICS_FILE, UNTRAINED_FILE, *self.task.logs)
         return [*(self.output_dir / name for name in files), self.warm_start_folder]
 
     def save_joined(self, trained: PeftModel, folders: Sequence[Path]) -> None:
@@ -180,25 +182,13 @@ def kept_answers(which: str, model: PreTrainedModel, judge, file: Path) -> dict:
     Args:
         judge: a task's (`tasks.Judge`).
     """
-
-    asked = run_files.checksum(judge.settings)
-
-    def kept() -> dict | None:
-        try:
-            content = parse_json(read_text(file))
-            if content["judge"] != asked:  # handed over by a run that was judged on other questions
-                return None
-            judge.judgement(content["answers"])
-        except (FileNotFoundError, InputError, *OPTION_ERRORS):  # cut, or an older version's
-            return None
-        return content["answers"]
-
-    answers = processes.from_main(kept)
+    asked = run_files.checksum(judge.settings)  # of other questions they are where another run handed them over
+    answers = processes.from_main(lambda: run_files.read_kept(file, asked, judge.judgement))
     if answers is None:
         print(f"judging the {which} model", flush=True)
         answers = judge.answers(model)
         if processes.is_main():
-            run_files.write_whole(file, json.dumps({"judge": asked, "answers": answers}))
+            run_files.write_kept(file, asked, answers)
     return answers
 
 
@@ -224,18 +214,15 @@ def save_policy(job: Job, trainer: PolicyTrainer, folders: Sequence[Path]) -> No
 
 def unfinish(output_dir: Path) -> None:
     """Take away what a run had come to that now goes on, if anything: it would be judged as what comes of it."""
-    for name in (run_files.EVALUATION_FILE, COMPLETE_MARK, run_files.RESULT_FILE, *ADAPTER_FILES):
+    for name in (run_files.EVALUATION_FILE, checkpoints.COMPLETE_MARK, run_files.RESULT_FILE, *ADAPTER_FILES):
         (output_dir / name).unlink(missing_ok=True)
 
 
 def finish(output_dir: Path, comparison, verdict: str) -> None:
-    """Write table, verdict and pictures, mark the run as finished, and say so.
+    """Say the verdict, write it below the table, and mark the run as finished.
 
     Args:
         comparison: a `tasks.Comparison`.
     """
-    run_files.write_whole(output_dir / run_files.RESULT_FILE, f"{comparison.text}{verdict}\n")
-    comparison.save(output_dir)
-    files = sorted(path.name for path in output_dir.iterdir() if path.is_file() and not path.name.startswith("."))
-    write_list(output_dir, [output_dir / name for name in FINISHED])
-    print(f"{verdict}\nsaved {output_dir}: {', '.join(files)}")
+    print(verdict)
+    checkpoints.finish(output_dir, f"{comparison.text}{verdict}\n", comparison.save, FINISHED)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import nn
 
 from llm_policy.command_line import parse_arguments, read_option
-from llm_policy.environments.gym_env import plain_name, read_env_options
+from llm_policy.environments.gym_env import folder_name, plain_name, read_env_options
 from llm_policy.errors import InputError, check_choices
 from llm_policy.models import DTYPES, EMBEDDED_MODEL
 from llm_policy.policy_gradient.text_encoder import POOLINGS
@@ -158,11 +158,12 @@ class PolicyGradientArguments:
                     raise InputError(f"--{name} {getattr(self, name)}: is for --actor {' or '.join(actors)} alone")
         if self.sde_sample_freq != defaults["sde_sample_freq"] and not self.use_sde:
             raise InputError(f"--sde_sample_freq {self.sde_sample_freq}: is for --use_sde true")
+        if self.sde_sample_freq == 0:
+            raise InputError("--sde_sample_freq 0: expected -1, once per rollout, or at least 1 step")
         if not self.hidden_sizes:
             raise InputError("--hidden_sizes: expected at least one layer")
         if self.output_dir is None:
-            name = f"{self.env_id.rpartition(':')[2].replace('/', '-')}-{self.algorithm}-{self.actor}"
-            self.output_dir = f"runs/policy_gradient/{name}"
+            self.output_dir = f"runs/policy_gradient/{folder_name(self.env_id)}-{self.algorithm}-{self.actor}"
 
     @property
     def reads_text(self) -> bool:

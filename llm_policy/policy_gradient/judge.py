@@ -32,6 +32,7 @@ from llm_policy.environments.policy_table import score_policy
 from llm_policy.environments.table_environment import TableEnvironment
 from llm_policy.environments.toy_text import gym_tables
 from llm_policy.errors import InputError
+from llm_policy.models import model_checksum
 from llm_policy.policy_gradient.arguments import PolicyGradientArguments
 from llm_policy.policy_gradient.environments import set_statistics, statistics_of
 from llm_policy.policy_gradient.learner import (
@@ -43,7 +44,7 @@ from llm_policy.policy_gradient.learner import (
 )
 from llm_policy.processes import progress
 from llm_policy.reading import parse_json, read_text
-from llm_policy.run_files import CONFIG_FILE, EVALUATION_FILE, write_whole
+from llm_policy.run_files import CONFIG_FILE, EVALUATION_FILE, check_made_from, write_whole
 from llm_policy.tables import new_table, number_text, show
 
 # Mean returns of others, not run here: environment (HalfCheetah: any version) -> what -> score
@@ -229,6 +230,9 @@ def verdict_of(scores: Sequence[EpisodeScore], environment: GymEnvironment) -> s
     if trained.mean_return - trained.interval > best.mean_return + best.interval:
         asked = "" if threshold is None else f", short of the {threshold:g} that Gymnasium calls solved"
         return f"learned: {figures}{asked}; {best.policy} has {best.mean_return:.1f}"
+    if trained.mean_return > best.mean_return:
+        overlap = "their 95 % intervals overlap: more --judge_episodes tell"
+        return f"cannot be told from {best.policy}: {figures}, and {best.mean_return:.1f}; {overlap}"
     return f"not learned: {figures}; {best.policy} has {best.mean_return:.1f}"
 
 
@@ -259,6 +263,18 @@ def answers(
     if table is None:
         return asdict(episode_score(learner, arguments, name, is_greedy))
     return {"policies": [policy_table(learner, is_greedy).tolist()]}
+
+
+def check_answers(found: dict, table: TableEnvironment | None) -> None:
+    """An error for what is none of `answers`."""
+    if table is None:
+        numbers = [value for name, value in asdict(EpisodeScore(**found)).items() if name != "policy"]
+        shape: tuple[int, ...] = (len(numbers),)
+    else:
+        (numbers,) = found["policies"]
+        shape = table.mdp.rewards_SA.shape
+    if np.shape(numbers) != shape or not np.isfinite(numbers).all():
+        raise ValueError(f"expected numbers of the shape {shape}")
 
 
 def compare(
@@ -322,6 +338,8 @@ def load_run(folder: Path) -> tuple[Learner, PolicyGradientArguments]:
     (arguments,), _ = parse_arguments(
         ["--config", str(folder / CONFIG_FILE)], (PolicyGradientArguments,), description="a finished run"
     )
+    if arguments.reads_text:
+        check_made_from(folder, {"model": model_checksum(arguments.model_name_or_path)}, "train again")
     arguments.output_dir = str(folder)  # it may have been moved
     learner = make_learner(arguments)
     load_policy(learner, folder)

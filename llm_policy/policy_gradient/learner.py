@@ -86,14 +86,14 @@ def make_learner(arguments: PolicyGradientArguments) -> Learner:
             if value := getattr(arguments, name):
                 given = f"--{name} {str(value).lower()}"
                 raise InputError(f"{given}: {arguments.env_id} has discrete actions; it is for continuous ones")
-    env = training_env(arguments, arguments.n_envs)
-    torch.manual_seed(arguments.seed)
-    reader = make_reader(arguments, environment, env) if arguments.reads_text else None
     make: type[PPO] | type[TRPO] = PPO if arguments.algorithm == "ppo" else FewPassesTRPO
     defaults = {name: parameter.default for name, parameter in signature(make).parameters.items()}
     options = {name: defaults[name] for name in ("n_steps", "batch_size")} | arguments.algorithm_options()
     rollout = options["n_steps"] * arguments.n_envs
     check_rollout(rollout, options["batch_size"], arguments)
+    env = training_env(arguments, arguments.n_envs)
+    torch.manual_seed(arguments.seed)
+    reader = make_reader(arguments, environment, env) if arguments.reads_text else None
     if make is FewPassesTRPO and arguments.actor == "lora":
         options.setdefault("sub_sampling_factor", max(1, rollout // STATES_PER_GRAPH))
     rate: float | LinearSchedule = arguments.learning_rate or defaults["learning_rate"]

@@ -1,6 +1,5 @@
 """What happens between updates: metrics, a line on the terminal, TensorBoard, checkpoints, and leaving on a signal."""
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -11,9 +10,10 @@ import torch
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import Logger, TensorBoardOutputFormat
 
-from llm_policy.checkpoints import keep_newest, read_state, supersede, written_whole
+from llm_policy.checkpoints import keep_newest, read_state, written_whole
 from llm_policy.errors import InputError
 from llm_policy.interruption import RESUME, Interruption
+from llm_policy.metrics_log import MetricsLog
 from llm_policy.models import not_finite
 from llm_policy.policy_gradient.arguments import LINES, SAVES, PolicyGradientArguments
 from llm_policy.policy_gradient.learner import (
@@ -23,7 +23,7 @@ from llm_policy.policy_gradient.learner import (
     restore_training,
     training_state,
 )
-from llm_policy.run_files import METRICS_FILE, cut_back
+from llm_policy.run_files import METRICS_FILE
 
 BLOCK = 25  # episodes per point of the curve, as in Verma and Shukla's figure
 SECONDS_BETWEEN_LINES = 2  # on the terminal
@@ -71,23 +71,18 @@ class Progress(BaseCallback):
         self.stands_on = [folder / METRICS_FILE, *stands_on]
         self.episode_returns: list[float] = []
         self.episode_lengths: list[int] = []
-        self.seconds_before = 0.0
         self.logged_at = self.saved_at = 0
-        file = folder / METRICS_FILE
         self.resumed_state: dict | None = None  # until the first rollout begins
-        if resume is None:
-            file.write_text("")
-        else:
-            supersede(resume)
+        resumed_at, seconds_before = 0, 0.0
+        if resume is not None:
             self.resumed_state = state = read_state(resume / STATE_FILE)
             extra = restore_training(learner, state)
             self.episode_returns, self.episode_lengths = extra["episode_returns"], extra["episode_lengths"]
-            self.seconds_before = extra["seconds"]
-            self.logged_at, self.saved_at = extra["logged_at"], state["timesteps"]
-            cut_back(file, state["timesteps"])
-        self.began, self.began_at = time.perf_counter(), learner.algorithm.num_timesteps
-        self.began_at_episode = len(self.episode_returns)
-        self.ended = None if self.steps_left else self.began
+            resumed_at, seconds_before = state["timesteps"], extra["seconds"]
+            self.logged_at, self.saved_at = extra["logged_at"], resumed_at
+        self.metrics = MetricsLog(folder / METRICS_FILE, resumed_at, seconds_before)
+        self.began_at, self.began_at_episode = learner.algorithm.num_timesteps, len(self.episode_returns)
+        self.ended = None if self.steps_left else self.metrics.seconds_before
         self.said_estimate, self.printed_at = False, -math.inf
         learner.algorithm.set_logger(Logger(str(folder), [TensorBoardOutputFormat(str(folder / TENSORBOARD_FOLDER))]))
         self.stop = Interruption("the update")
@@ -95,7 +90,7 @@ class Progress(BaseCallback):
     @property
     def seconds(self) -> float:
         """Of training, parts before an interruption included and judging left out."""
-        return self.seconds_before + (time.perf_counter() if self.ended is None else self.ended) - self.began
+        return self.metrics.seconds if self.ended is None else self.ended
 
     def _has_all_episodes(self) -> bool:
         return len(self.episode_returns) >= self.max_episodes
@@ -122,7 +117,7 @@ class Progress(BaseCallback):
 
     def time_left(self) -> str:
         """In minutes, at the pace of this call so far."""
-        done, spent = self.num_timesteps - self.began_at, time.perf_counter() - self.began
+        done, spent = self.num_timesteps - self.began_at, self.metrics.seconds_here
         left = self.steps_left / done * spent
         if played := len(self.episode_returns) - self.began_at_episode:
             left = min(left, (self.max_episodes - len(self.episode_returns)) / played * spent)
@@ -150,12 +145,12 @@ class Progress(BaseCallback):
         if not self.learner.algorithm._n_updates:
             raise InputError(
                 f"--max_episodes {self.max_episodes}: played within {self.num_timesteps} steps, before the first "
-                "update; give more episodes, or a smaller --n_steps"
+                "update; give more episodes, or a smaller --n_steps, in another --output_dir"
             )
         if self.logged_at < self.num_timesteps:
             self.log()
         self.save()
-        self.ended = time.perf_counter()
+        self.ended = self.metrics.seconds
         self._leave_if_received()
 
     def _leave_if_received(self) -> None:
@@ -172,20 +167,17 @@ class Progress(BaseCallback):
         """One line in metrics.jsonl, the same figures in TensorBoard, and a short line on the terminal."""
         steps, recent = self.num_timesteps, self.episode_returns[-BLOCK:]
         logged = self.logger.name_to_value
-        metrics: dict[str, float] = {"step": steps, "episodes": len(self.episode_returns)}
+        metrics: dict[str, float] = {"episodes": len(self.episode_returns)}
         if recent:
             metrics[f"mean_return_of_{BLOCK}_episodes"] = float(np.mean(recent))
             metrics["mean_episode_length"] = float(np.mean(self.episode_lengths[-BLOCK:]))
         metrics |= {ours: float(logged[theirs]) for theirs, ours in METRICS.items() if theirs in logged}
         if self.learner.reader is not None:
             metrics["cache_hit_rate"] = self.learner.reader.encoder.hit_rate
-        metrics["seconds"] = round(self.seconds, 2)
-        metrics["steps_per_second"] = round((steps - self.began_at) / max(1e-9, self.seconds - self.seconds_before), 1)
-        with (self.folder / METRICS_FILE).open("a") as file:
-            file.write(json.dumps(metrics) + "\n")
+        metrics["steps_per_second"] = round((steps - self.began_at) / self.metrics.seconds_here, 1)
+        self.metrics.write(steps, metrics)
         for name, value in metrics.items():
-            if name not in ("step", "seconds"):
-                self.logger.record(f"run/{name}", value)
+            self.logger.record(f"run/{name}", value)
         self.logger.dump(steps)
         self.logged_at = steps
         shown = [f"step {steps:,}/{self.total:,}", f"{len(self.episode_returns):,} episodes"]

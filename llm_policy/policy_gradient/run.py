@@ -1,6 +1,5 @@
 """One run: environment, actor and algorithm -> training -> judgement -> files. What train_policy_gradient.py does."""
 
-import json
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,7 +8,7 @@ import numpy as np
 from stable_baselines3.common.utils import set_random_seed
 
 from llm_policy import run_files
-from llm_policy.checkpoints import checkpoint_to_resume_from, write_list
+from llm_policy.checkpoints import checkpoint_to_resume_from, finish
 from llm_policy.command_line import relative
 from llm_policy.environments.table_environment import TableEnvironment
 from llm_policy.errors import writing
@@ -22,7 +21,6 @@ from llm_policy.policy_gradient.arguments import FREE_TO_CHANGE, PolicyGradientA
 from llm_policy.policy_gradient.judge import GREEDY, SAMPLED, UNTRAINED
 from llm_policy.policy_gradient.learner import POLICY_FILE, STATISTICS_FILE, Learner, make_learner, save_policy
 from llm_policy.policy_gradient.progress import BLOCK, Progress, block_means
-from llm_policy.reading import parse_json, read_text
 
 CURVE_FILE, UNTRAINED_FILE = "curve.png", "untrained.json"
 FINISHED = (*run_files.OF_EACH_RUN, POLICY_FILE, STATISTICS_FILE)
@@ -36,10 +34,12 @@ def train(folder: Path, arguments: PolicyGradientArguments, config: str) -> None
     print(about(learner, arguments, config), flush=True)
     resume = checkpoint_to_resume_from(folder, arguments.resume_from_checkpoint)
     table = judge.table_of(learner.environment)
-    write_settings(folder, arguments, config, learner, table)
+    made_from = {"model": model_checksum(arguments.model_name_or_path)} if arguments.reads_text else {}
+    run_files.check_made_from(folder, made_from)
 
-    # The policy before training
+    # The policy before training; an environment that fails has done so before there is a run
     answers_of = {UNTRAINED: kept_answers(folder / UNTRAINED_FILE, learner, arguments, table)}
+    write_settings(folder, arguments, config, learner, table, made_from)
 
     # Training
     set_random_seed(arguments.seed)
@@ -55,8 +55,6 @@ def train(folder: Path, arguments: PolicyGradientArguments, config: str) -> None
     verdict = f"verdict: {compared.verdict} ({progress.spent()})"
     print(verdict)
     save(folder, learner, compared, verdict, progress.episode_returns, title_of(arguments))
-    files = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-    print(f"saved {folder}: {', '.join(files)}")
 
 
 # The stages --------------------------------------------------------------------------------------------------------
@@ -70,14 +68,15 @@ def about(learner: Learner, arguments: PolicyGradientArguments, config: str) -> 
     """The first lines: what runs, how large it is, whose settings it has, and what the actor reads."""
     trained = sum(parameter.numel() for parameter in learner.policy.parameters())
     lines = [
-        f"{title_of(arguments)}: {arguments.timesteps:,} steps, {arguments.n_envs} copies of the environment, "
+        f"{title_of(arguments)}: {arguments.timesteps:,} steps, environments: {arguments.n_envs}, "
         f"{trained:,} parameters are trained",
         f"settings: {relative(config) if config else 'those of stable-baselines3, not tuned for this environment'}",
     ]
     if learner.reader is not None:
         first = learner.reader.text_of(np.zeros(learner.env.observation_space.shape))
         model = arguments.model_name_or_path
-        lines.append(f"{Path(model).name} in {learner.reader.encoder.dtype} reads: {first}")
+        untaught = " with random weights" if arguments.actor == "random" else ""
+        lines.append(f"{Path(model).name}{untaught} in {learner.reader.encoder.dtype} reads: {first}")
         tokenizer = learner.reader.encoder.tokenizer
         if tokenizer.pad_token_id == tokenizer.eos_token_id:
             lines.append(f"texts are padded with the end token, {tokenizer.eos_token}")
@@ -85,13 +84,12 @@ def about(learner: Learner, arguments: PolicyGradientArguments, config: str) -> 
 
 
 def write_settings(
-    folder: Path, arguments: PolicyGradientArguments, config: str, learner: Learner, table: TableEnvironment | None
-) -> None:
+    folder: Path, arguments: PolicyGradientArguments, config: str, learner: Learner, table: TableEnvironment | None,
+    made_from: dict[str, str],
+) -> None:  # fmt: skip
     """resolved_config.yaml and run.json, with all that evaluate_policy.py needs to judge the run again."""
     packages = ["torch", "gymnasium", "numpy", "stable-baselines3", "sb3-contrib", "transformers", "peft"]
     packages += ["mujoco"] if find_spec("mujoco") else []
-    made_from = {"model": model_checksum(arguments.model_name_or_path)} if arguments.reads_text else {}
-    run_files.check_made_from(folder, made_from)
     settings = {
         "env_id": learner.environment.env_id,
         "algorithm": arguments.algorithm,
@@ -111,14 +109,11 @@ def kept_answers(
 ) -> dict:
     """How good the policy is before training; kept in `file`, so that a resumed run shows the same row."""
     asked = {name: value for name, value in run_files.resolved_config(arguments).items() if name not in FREE_TO_CHANGE}
-    try:
-        content = parse_json(read_text(file))
-        if content["asked"] == run_files.checksum(asked):
-            return content["answers"]
-    except (OSError, ValueError, LookupError, TypeError):  # not there yet, cut, or an older version's
-        pass
-    found = judge.answers(learner, arguments, table, UNTRAINED, is_greedy=True)
-    run_files.write_whole(file, json.dumps({"asked": run_files.checksum(asked), "answers": found}))
+    checksum = run_files.checksum(asked)
+    found = run_files.read_kept(file, checksum, lambda kept: judge.check_answers(kept, table))
+    if found is None:
+        found = judge.answers(learner, arguments, table, UNTRAINED, is_greedy=True)
+        run_files.write_kept(file, checksum, found)
     return found
 
 
@@ -138,6 +133,4 @@ def save(
         save_policy(learner, folder)
         judge.save_statistics(learner, folder)
         figure.savefig(folder / CURVE_FILE, dpi=120)
-        run_files.write_whole(folder / run_files.RESULT_FILE, f"{compared.text}{verdict}\n")
-        compared.save(folder)
-        write_list(folder, [folder / name for name in FINISHED])
+        finish(folder, f"{compared.text}{verdict}\n", compared.save, FINISHED)

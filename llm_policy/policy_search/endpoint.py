@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Annotated
 from urllib.parse import urlsplit
 
@@ -15,6 +16,7 @@ from llm_policy.policy_search.search import Answer, Request
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 KEPT = "; the history is kept and the same command resumes"
+SILENT_SECONDS = 10  # until a line says that the first answer does not come
 LONGEST_PAUSE_SECONDS = 120  # of openai's client between two tries, where a server's Retry-After asks for it
 LARGEST_REPLY = 10_000_000  # bytes
 
@@ -96,6 +98,7 @@ class EndpointProposer:
             raise InputError(f"--proposer endpoint: set {KEY_VARIABLE} in the environment, or give --base_url")
         self.model_name, self.max_completion_tokens, self.temperature = model_name, max_completion_tokens, temperature
         self.seed, self.retries, self.timeout_seconds = seed, retries, timeout_seconds
+        self._has_waited = False
         with library_errors("--base_url", (Exception,)):  # of an HTTP library that openai may change
             self._client = openai.OpenAI(
                 api_key=self._key or "none", base_url=base_url, max_retries=retries, timeout=timeout_seconds,
@@ -146,6 +149,11 @@ class EndpointProposer:
                 found.set_exception(error)
 
         threading.Thread(target=ask, daemon=True).start()
+        if not self._has_waited:
+            with suppress(TimeoutError):
+                return found.result(min(longest, SILENT_SECONDS))
+            self._has_waited = True
+            print(f"{self._where}: no answer in {SILENT_SECONDS} s; waits, and tries {tries} times", flush=True)
         try:
             return found.result(longest)
         except TimeoutError:

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from pydantic import BaseModel, ValidationError
 
 from llm_policy.errors import InputError
-from llm_policy.reading import parse_json, read_text
+from llm_policy.reading import first_of, parse_json, read_text
 from llm_policy.run_files import ROOT
 
 RESULTS = ROOT / "results"
@@ -43,9 +43,7 @@ def read_lines(file: Path, kind: type[BaseModel]) -> list[dict]:
             lines.append(parse_json(text))
             kind.model_validate(lines[-1])
         except ValidationError as error:
-            first = error.errors()[0]
-            what = f"{'.'.join(map(str, first['loc']))} {first['input']!r:.40}: {first['msg']}"
-            raise InputError(f"{shown(file)}: line {number}: {what}; {remedy}") from error
+            raise InputError(f"{shown(file)}: line {number}: {first_of(error)}; {remedy}") from error
         except ValueError as error:
             raise InputError(f"{shown(file)}: line {number}: is no JSON ({error}); {remedy}") from error
     return lines
@@ -69,4 +67,5 @@ def whole(seed: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(f"{shown(seed)}: its files are damaged ({error!r}); run it again or delete it") from error
+        reason = first_of(error) if isinstance(error, ValidationError) else repr(error)
+        raise InputError(f"{shown(seed)}: its files are damaged ({reason}); run it again or delete it") from error

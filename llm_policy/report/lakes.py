@@ -18,6 +18,7 @@ from llm_policy.report.dates import made, made_by
 from llm_policy.report.studies import (
     CANONICAL,
     MAPS,
+    OPTIMAL,
     REFERENCES,
     SAMPLED,
     TRAINED,
@@ -49,6 +50,7 @@ class PolicyRow(BaseModel, strict=True):
     percent_of_optimal: FiniteFloat
     optimal_states: FiniteFloat
     acting_states: FiniteFloat
+    horizon_steps: FiniteFloat
 
 
 class Followed(BaseModel, strict=True):
@@ -102,7 +104,7 @@ def seeds_of(folder: Path) -> list[dict]:
             metrics = files.read_lines(seed / "metrics.jsonl", MetricsLine)
             if metrics[0].get("learning_rate") is None:
                 raise ValueError("metrics.jsonl: no first step with its learning rate")
-            policies = rows_by_name(evaluation, PolicyRow, TRAINED)
+            policies = rows_by_name(evaluation, PolicyRow, TRAINED, OPTIMAL)
             if folder.parent.name == MAPS:
                 _check_maps(judged, policies[TRAINED], metrics)
             found.append(
@@ -131,7 +133,11 @@ def _check_maps(judged: Judged, trained: Mapping, metrics: Sequence[Mapping]) ->
     for line in metrics:
         for name in ("step_time", "completions/mean_length"):
             TypeAdapter(FiniteFloat).validate_python(line[name])
+    if "actions" in trained and not isinstance(judged.maps, list):
+        raise ValueError("evaluation.json: actions, but no maps")
     if isinstance(judged.maps, list):
+        if bare := [rows for rows in judged.maps if rows.count("S") != 1]:
+            raise ValueError(f"evaluation.json: the map {bare[0]} has no start, or several")
         letters = trained.get("actions", [rows.replace("|", "") for rows in judged.maps])
         if [len(rows.replace("|", "")) for rows in judged.maps] != [*map(len, letters)] or not letters:
             raise ValueError("evaluation.json: maps and actions do not fit each other")
@@ -176,7 +182,7 @@ def results_section(results: Mapping[str, list[dict]]) -> str:
     for name, seeds in results.items():
         trained, states, worst = trained_greedy(seeds)
         sampled = [seed["policies"][SAMPLED] for seed in seeds if SAMPLED in seed["policies"]]
-        optimum = seeds[0]["policies"]["optimal"]
+        optimum = seeds[0]["policies"][OPTIMAL]
         rows.append(
             [
                 link_to(name, seeds),

@@ -16,6 +16,7 @@ from llm_policy.report.lakes import SUMMARY_LAKE, PolicyRow
 from llm_policy.report.search import is_slippery_lake
 from llm_policy.report.studies import (
     CANONICAL,
+    OPTIMAL,
     POLICY_GRADIENT,
     REFERENCES,
     SAMPLED,
@@ -62,7 +63,9 @@ def played_by(folder: Path) -> list[dict]:
             config = read_yaml(seed / "resolved_config.yaml")
             first = evaluation["policies"][0]
             score = next((name for name in EXACT if name in first), "mean_return")
-            rows = rows_by_name(evaluation, PolicyRow if score in EXACT else EpisodeRow, TRAINED)
+            kind = PolicyRow if score in EXACT else EpisodeRow
+            references = [OPTIMAL] if score in EXACT else []
+            rows = rows_by_name(evaluation, kind, UNTRAINED, TRAINED, SAMPLED, *references)
             found.append(
                 {
                     **{name: run[name] for name in ("env_id", "algorithm", "actor", "horizon_steps")},

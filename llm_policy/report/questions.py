@@ -62,7 +62,14 @@ def question_results() -> dict[str, list[dict]]:
 
 def asked_of(folder: Path) -> list[dict]:
     """`evaluation.json` of the finished seeds of one training on questions, and its minutes."""
-    return evaluations(folder, QuestionEvaluation, lambda evaluation: rows_by_name(evaluation, QuestionRow, TRAINED))
+    return evaluations(folder, QuestionEvaluation, _rows_of)
+
+
+def _rows_of(evaluation: dict) -> dict[str, dict]:
+    rows = rows_by_name(evaluation, QuestionRow, TRAINED)
+    if any(len(row["right"]) != len(evaluation["questions"]) for row in rows.values()):
+        raise ValueError("a row says of other questions than there are which are right")
+    return rows
 
 
 def questions_section(runs: Mapping[str, list[dict]]) -> str:

@@ -57,14 +57,14 @@ def search_section(searches: Mapping[str, list[dict]], trained: Mapping[str, lis
     rows = []
     for name, seeds in searches.items():
         env_id, is_usual_lake = seeds[0]["env_id"], is_slippery_lake(seeds[0])
-        for policy in seeds[0]["policies"]:
-            found = [seed["policies"][policy] for seed in seeds]
+        for policy in dict.fromkeys(policy for seed in seeds for policy in seed["policies"]):
+            found = [seed["policies"][policy] for seed in seeds if policy in seed["policies"]]
             episodes = ", ".join(str(row["episodes"]) for row in found if row["episodes"] is not None)
             is_searched = policy == seeds[0]["searched"]
             minutes = each(seeds, lambda seed: f"{seed['minutes']:.1f}") if is_searched else ""
             source = link(name, SEARCH, name) if is_searched else ""
             score = values(found, "value")
-            rows.append([env_id, policy, len(seeds), score, episodes, minutes, source, made_by(seeds)])
+            rows.append([env_id, policy, len(found), score, episodes, minutes, source, made_by(seeds)])
         if is_usual_lake and SUMMARY_LAKE in trained:
             runs = trained[SUMMARY_LAKE]
             score = values([run["policies"][TRAINED] for run in runs], "success_at_horizon")

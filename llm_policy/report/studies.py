@@ -22,7 +22,8 @@ TRAINING = (CANONICAL, ORIGINAL, ABLATIONS, SUPERVISION, MAPS)
 STUDIES = (*TRAINING, OTHER_GAMES, SEARCH, POLICY_GRADIENT, QUESTIONS, ARC, DRAWING, SPEED)
 
 # Rows of every evaluation.json, by the beginning of their names: which constant action is best stands behind it
-REFERENCES = ("optimal", "uniform random", "best constant action")
+OPTIMAL = "optimal"
+REFERENCES = (OPTIMAL, "uniform random", "best constant action")
 UNTRAINED, WARM_START, TRAINED, SAMPLED = (
     "untrained, greedy", "warm start, greedy", "trained, greedy", "trained, sampled",
 )  # fmt: skip
@@ -35,12 +36,12 @@ def results_of(study: str, seeds_of: Callable[[Path], list[dict]]) -> dict[str, 
 
 
 def finished_seeds(folder: Path, names: Iterable[str]) -> list[Path]:
-    """The folders `seed-N` of one result with an evaluation.json, which ends a run, by number.
+    """The folders `seed-N` of one result that hold files, by number.
 
-    `InputError` where one of them lacks another of `names`: its seed would be gone from the tables without a word.
+    `InputError` where one of them lacks one of `names`: its seed would be gone from the tables without a word.
     """
     seeds = [seed for seed in folder.glob("seed-*") if seed.name.removeprefix("seed-").isdecimal()]
-    finished = [seed for seed in seeds if (seed / "evaluation.json").exists()]
+    finished = [seed for seed in seeds if seed.is_dir() and any(seed.iterdir())]
     for seed in finished:
         for name in names:
             if not (seed / name).exists():
@@ -60,14 +61,16 @@ def evaluations(folder: Path, kind: type[BaseModel], rows_of: Callable[[dict], d
     return found
 
 
-def rows_by_name(evaluation: dict, kind: type[BaseModel], needed: str) -> dict[str, dict]:
-    """The rows of an evaluation; `ValueError` where one is not of this kind, or none is called `needed`."""
+def rows_by_name(evaluation: dict, kind: type[BaseModel], *needed: str) -> dict[str, dict]:
+    """The rows of an evaluation; `ValueError` where one is of another kind, stands there twice, or is missing."""
     rows = TypeAdapter(list[dict]).validate_python(evaluation["policies"])
     for row in rows:
         kind.model_validate(row)
     found = {row["policy"]: row for row in rows}
-    if needed not in found:
-        raise ValueError(f"no row {needed!r}")
+    if missing := [name for name in needed if name not in found]:
+        raise ValueError(f"no row {missing[0]!r}")
+    if len(found) != len(rows):
+        raise ValueError("two rows of one name")
     return found
 
 

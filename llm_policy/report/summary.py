@@ -9,7 +9,7 @@ from llm_policy.report.cells import FEW, link, markdown, values
 from llm_policy.report.dates import made_by
 from llm_policy.report.lakes import SUMMARY_LAKE, on_gpu, other_size
 from llm_policy.report.other_games import summary_row
-from llm_policy.report.studies import POLICY_GRADIENT, SEARCH, TRAINED, UNTRAINED
+from llm_policy.report.studies import OPTIMAL, POLICY_GRADIENT, SEARCH, TRAINED, UNTRAINED
 
 OURS = "GRPO, this repository"
 SEARCHES = f"{OURS}: it searches the map in its thought"
@@ -65,7 +65,7 @@ def _summary_row(name: str, seeds: Sequence[dict], system: str, score: str) -> l
         where = f"{'slippery lake' if seeds[0]['is_slippery'] else 'lake without slip'}: success"
         if score == "success_at_horizon":
             where += f" within {trained[0]['horizon_steps']:.0f} steps"
-        best = seeds[0]["policies"]["optimal"][score]
+        best = seeds[0]["policies"][OPTIMAL][score]
         scores, optimum = values(trained, score), f"{best:.4f}"
         if len(trained) > FEW:
             found = np.array([row[score] for row in trained])

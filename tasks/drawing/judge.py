@@ -37,7 +37,7 @@ class Found(TypedDict):
     code: str
 
 
-FOUND = TypeAdapter(list[Found])
+FOUND = TypeAdapter(Found)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def read_found(file: Path) -> list[Found]:
     if not file.exists():
         return []
     try:
-        return FOUND.validate_json(read_text(file), strict=True)
+        return [FOUND.validate_json(line, strict=True) for line in read_text(file).splitlines()]
     except (OSError, ValueError) as error:
         raise InputError(f"{file}: is no record of programs ({str(error).splitlines()[0]}); delete it") from error
 

@@ -94,7 +94,10 @@ class Sandbox:
             self._pool = None
 
     def run_all(self, codes: Sequence[str], given: Grid) -> list[Outcome]:
-        """What each program makes of `given`, in their order. The same whatever the number of workers."""
+        """What each program makes of `given`, in their order.
+
+        The number of workers shows in programs near the limit of time alone.
+        """
         distinct = list(dict.fromkeys(codes))
         if self._pool is None:
             self._pool = monty.Monty(max_processes=self.workers).__enter__()

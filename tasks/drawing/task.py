@@ -16,10 +16,10 @@ from llm_policy import processes
 from llm_policy.chat import Messages, Reader, fit_to_template, reply_token_ids
 from llm_policy.completions import completion_text
 from llm_policy.errors import InputError
-from llm_policy.grpo.lifecycle import steps_per_batch
 from llm_policy.grpo.warm_start import Lesson
 from llm_policy.hindsight import Attempt
-from llm_policy.run_files import write_whole
+from llm_policy.metrics_log import read_logged
+from llm_policy.run_files import METRICS_FILE, write_whole
 from tasks import Task
 from tasks.drawing.judge import PERFECT, DrawingJudge, Score, read_found, scored, together
 from tasks.drawing.programs import cleaned
@@ -32,9 +32,10 @@ LINTED_DRAWINGS = 32  # of those that the warm start may teach
 
 DEFAULT_TARGET = "5-vertical-lines"
 LESSONS = 1_000_000
+GENERATIONS = "drawing/generations"  # in the log: programs so far
 JUDGE_OPTIONS = ("max_completion_length",)
 JUDGED_ON = ("target", "wanted")
-FOUND_FILE = "found.json"
+FOUND_FILE = "found.jsonl"
 
 
 @dataclass
@@ -84,16 +85,13 @@ class PixelReward:
 
     Logs the best of each batch and what failed, and keeps the best program of the run in `found_file`. With several
     processes each has a part of the batch.
-
-    Args:
-        steps_per_batch: optimiser steps on one batch of completions.
     """
 
     __name__ = "pixel_reward"
 
-    def __init__(self, target: Target, sandbox: Sandbox, found_file: Path, steps_per_batch: int = 1) -> None:
+    def __init__(self, target: Target, sandbox: Sandbox, found_file: Path) -> None:
         self.target, self.sandbox, self.found_file = target, sandbox, found_file
-        self.steps_per_batch = steps_per_batch
+        self.generations: int | None = None  # programs so far, once asked
 
     def score(self, texts: Sequence[str]) -> Score:
         codes = [code_of(text) for text in texts]
@@ -110,13 +108,20 @@ class PixelReward:
         score = together(processes.gathered([own]))
         count = len(score.shares)
         if trainer_state is not None:
-            before = trainer_state.global_step // self.steps_per_batch * count
+            if self.generations is None:
+                self.generations = processes.from_main(self._logged_generations)
             if processes.is_main():
-                keep_best(self.found_file, score, before)
-            log_metric("drawing/generations", before + count)
+                keep_best(self.found_file, score, self.generations)
+            self.generations += count
+            log_metric(GENERATIONS, self.generations)
         for name, value in batch_metrics(score.shares, score.errors).items():
             log_metric(f"drawing/{name}", value)
         return list(own.shares)
+
+    def _logged_generations(self) -> int:
+        """Of the steps before: a run may go on with other batches than it was begun with."""
+        lines = read_logged(self.found_file.with_name(METRICS_FILE))
+        return int(max((line[GENERATIONS] for line in lines if GENERATIONS in line), default=0))
 
 
 def batch_metrics(shares: Sequence[float], errors: Mapping[str, int]) -> dict[str, float]:
@@ -138,7 +143,7 @@ def keep_best(file: Path, score: Score, generations_before: int) -> None:
         number = generations_before + score.shares.index(score.best) + 1
         found.append({"share": score.best, "generation": number, "code": score.best_code})
     if found != written:
-        write_whole(file, json.dumps(found, indent=1) + "\n")
+        write_whole(file, "".join(json.dumps(program) + "\n" for program in found))
 
 
 def in_hindsight(
@@ -179,8 +184,7 @@ def make_task(arguments: Arguments, training, tokenizer: PreTrainedTokenizerBase
     judge = DrawingJudge(target, reader, sandbox, arguments.show_functions, settings, found_file)
     drawings = RandomDrawings(sandbox, training.seed, arguments.show_functions)
     prompt = fit_to_template(judge.prompt, tokenizer)
-    steps = steps_per_batch(training) if isinstance(training, GRPOConfig) else 1
-    reward = PixelReward(target, sandbox, found_file, steps)
+    reward = PixelReward(target, sandbox, found_file)
 
     def attempts(texts: Sequence[str], generations_before: int) -> list[Attempt]:
         codes = [code_of(text) for text in texts]
@@ -222,6 +226,7 @@ def make_task(arguments: Arguments, training, tokenizer: PreTrainedTokenizerBase
         reward_lines=lambda weights: {f"reward/{name}": share for name, share in judge.baselines().items()},
         shown={"drawing/best": "best", "policy/best": "greedy"},
         lint=findings,
+        logs=(FOUND_FILE,),
     )
 
 

@@ -22,7 +22,8 @@ FEWEST_OPTIONS, MOST_OPTIONS = 2, len(LETTERS)
 FILE_ENDINGS = (".jsonl", ".csv")
 ARTICLES = ("a", "an", "the")
 LETTER_IN_FRONT = re.compile(  # "B: robin", "B - robin", "(B) robin", "B\nrobin", but not "B robin" or "A.M."
-    rf"\W*([{LETTERS}])(?:\W*|\s*(?:[^\w\s'’.-]|[.](?=\s)|\s[-–—]\s|\n)\W*(.+))", re.IGNORECASE | re.DOTALL
+    rf"\W*([{LETTERS}])(?:\W*|\s*(?:[^\w\s'’.-]|[.](?=\s)|\s[-–—]\s|\n)(?:(?![-−.]\d)\W)*(.+))",
+    re.IGNORECASE | re.DOTALL,
 )
 TOO_MANY = "fields without a name"  # of a CSV's record
 
@@ -92,6 +93,11 @@ class Question:
         return tuple(LETTERS[: len(self.options)]) if self.by_letter else self.options
 
     @property
+    def lettered(self) -> list[str]:
+        """The options with their letters, as a prompt shows them."""
+        return [f"{letter}: {option}" for letter, option in zip(LETTERS, self.options, strict=False)]
+
+    @property
     def in_words(self) -> str:
         """The right answer, also where a letter stands for it."""
         return self.answers[1 if self.by_letter else 0]
@@ -109,8 +115,10 @@ class Question:
         spelled = [asked(option) for option in self.options]
         if len(said := asked(answer)) > 1 and spelled.count(said) == 1:  # "E. coli" is no E
             return spelled.index(said)
-        if self.by_letter and (shown := LETTER_IN_FRONT.fullmatch(answer.strip())):
-            letter, words = LETTERS.index(shown[1].upper()), shown[2]
+        if self.by_letter and said in (shown := [asked(option) for option in self.lettered]):  # "A: -3", of -3 and 3
+            return shown.index(said)
+        if self.by_letter and (in_front := LETTER_IN_FRONT.fullmatch(answer.strip())):
+            letter, words = LETTERS.index(in_front[1].upper()), in_front[2]
             if not words:
                 return letter if letter < len(self.options) else None
         said = normalised(words)
@@ -144,8 +152,7 @@ class QuestionWords:
 
     def messages(self, question: Question) -> Messages:
         if question.by_letter:
-            answer = " or ".join(question.legal)
-            shown = [f"{letter}: {option}" for letter, option in zip(question.legal, question.options, strict=True)]
+            answer, shown = " or ".join(question.legal), question.lettered
         elif question.options:
             answer, shown = "one of the options", [f"Options: {', '.join(question.options)}"]
         else:

@@ -16,6 +16,7 @@ from trl import GRPOConfig
 from llm_policy.chat import Reader, fit_to_template
 from llm_policy.completions import tagged, well_formed_rewards
 from llm_policy.errors import InputError
+from llm_policy.reading import first_of
 from llm_policy.run_files import checksum
 from tasks import Task
 from tasks.linter import Finding, cut_replies, prompt_tokens, same_prompts
@@ -96,8 +97,7 @@ class QuestionTask:
         try:
             arguments = TypeAdapter(self.arguments).validate_json(json.dumps(given), strict=True)
         except ValidationError as error:
-            first = error.errors()[0]
-            raise InputError(f"run.json: {first['loc'][0]} {first['input']!r:.80}: {first['msg']}") from error
+            raise InputError(f"run.json: {first_of(error)}") from error
         if arguments.split_seed is None:
             arguments = replace(arguments, split_seed=seed)
         if arguments.test_dataset:
