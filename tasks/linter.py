@@ -20,6 +20,7 @@ from llm_policy.environments.frozen_lake import ACTIONS, FrozenLake, parse_state
 from llm_policy.environments.mdp import OPTIMAL_TOLERANCE, optimal_actions
 from llm_policy.environments.policy_table import best_actions
 from llm_policy.errors import InputError
+from llm_policy.processes import progress
 from rewards import RewardShaping
 
 ANSI_CODE = re.compile(r"\x1b\[[0-9;]*m")
@@ -165,15 +166,18 @@ def prompt_tokens(
     """Prompts that the model would see cut, and prompts whose BOS token is missing or there twice."""
     bos = tokenizer.bos_token_id
     adds_bos = bos is not None and tokenizer("x")["input_ids"][:1] == [bos]
-    token_ids = sorted((prompt_token_ids(messages, tokenizer) for messages in prompts), key=len, reverse=True)
-    refused = []
-    for ids in token_ids:
+    refused, without_bos = [], 0  # no token ids are kept: those of many maps are gigabytes
+    for messages in progress(prompts, "checking prompts"):
+        ids = prompt_token_ids(messages, tokenizer)
+        without_bos += ids[:1] != [bos]
         try:
             check_prompt(ids, tokenizer, context_tokens, max_completion_tokens)
         except InputError as error:
-            refused.append(str(error))
-    findings = [Finding("prompt tokens", f"{refused[0]} ({len(refused)} prompts)", is_error=True)] if refused else []
-    without_bos = sum(ids[:1] != [bos] for ids in token_ids)
+            refused.append((len(ids), str(error)))
+    findings = []
+    if refused:
+        _, longest = max(refused, key=lambda found: found[0])
+        findings.append(Finding("prompt tokens", f"{longest} ({len(refused)} prompts)", is_error=True))
     if adds_bos and without_bos:
         message = (
             f"{without_bos} prompts do not begin with {tokenizer.bos_token!r} (BOS), which this tokenizer puts before "

@@ -25,6 +25,7 @@ from llm_policy.errors import InputError, check_choices
 from llm_policy.grpo.answers import true_thoughts
 from llm_policy.grpo.diagnostics import OPTIMAL_LINE
 from llm_policy.grpo.warm_start import Lesson
+from llm_policy.processes import progress
 from llm_policy.run_files import ROOT
 from llm_policy.tables import counted
 from rewards import REWARD_SHAPES, RewardShaping, reward_functions
@@ -123,7 +124,7 @@ def table_task(
     longest_name = max(range(len(actions)), key=lambda action: len(actions[action]))
 
     def findings(context_tokens: int) -> list[Finding]:
-        replies = (words.reply(*state, longest_name) for state in states)
+        replies = (words.reply(*state, longest_name) for state in progress(states, "checking replies"))
         found = lint(expert, prompts, tokenizer, shaping, context_tokens, training.max_completion_length, replies)
         return [replace(finding, source=source) for finding in found]
 
