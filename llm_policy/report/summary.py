@@ -20,6 +20,7 @@ SUMMARY = {
     "original_reproduced": ("the original, reproduced", "success_probability"),
     "ablation_objective_grpo": ("GRPO of sampled rewards alone", "success_probability"),
     "cloning_slippery": ("supervision: cloning of the best action", "success_probability"),
+    "natural_qwen_coder_2e-4": (f"{OURS}: Qwen2.5-Coder-0.5B-Instruct", "success_probability"),
     "natural_deterministic": (OURS, "success_probability"),
     "thought_search_dry": (SEARCHES, "percent_of_optimal"),
     "thought_search_slippery_80": (SEARCHES, "percent_of_optimal"),
