@@ -104,7 +104,8 @@ def make_gym_environment(
             mdp = mdp_from_env(env)
     except (gymnasium.error.DependencyNotInstalled, ImportError) as error:
         module, _, own = env_id.rpartition(":")
-        if (missing := getattr(error, "name", None)) and f"{module}.".startswith(f"{missing}."):
+        missing = getattr(error.__cause__ or error, "name", None)  # Gymnasium raises its own for a module
+        if missing and f"{module}.".startswith(f"{missing}."):
             raise InputError(f"--env_id {env_id}: Python finds no module {missing} from here, for {own}") from error
         remedy = "pip install -r requirements-mujoco.txt" if "mujoco" in str(error).lower() else "install it"
         raise InputError(f"--env_id {env_id}: a package is missing ({_one_line(error)}); {remedy}") from error
