@@ -187,11 +187,8 @@ def model_answers(name: str, settings: dict, arguments: EvaluationArguments, sha
         print(f"judging {name}", flush=True)
         return policy_gradient_judge().run_answers(Path(name), is_sampled=arguments.samples_per_state > 0)
     check_whole("--policies", name)
-    if (Path(name) / CONFIG_FILE).exists():
-        if not (Path(name) / "adapter_config.json").exists():
-            raise InputError(f"--policies {name}: is not finished; {RESUME} resumes it")
-        if not settings.get("on_adapter"):  # else it was made from that one as well
-            check_made_from(Path(name), {"model": model_checksum(*base_of_adapter(name))}, "train again")
+    if (Path(name) / CONFIG_FILE).exists() and not (Path(name) / "adapter_config.json").exists():
+        raise InputError(f"--policies {name}: is not finished; {RESUME} resumes it")
     print(f"loading and judging {name}", flush=True)
     tokenizer = load_tokenizer(name)
     settings = settings | shared
@@ -204,6 +201,9 @@ def model_answers(name: str, settings: dict, arguments: EvaluationArguments, sha
         print(line, flush=True)
     quantization = quantization_of(settings | {"dtype": dtype})
     model = load_model(name, dtype, quantization_config=quantization, device=device)
+    # Once it is loaded all files of the hub are there. On an adapter a run may have been made from that as well
+    if (Path(name) / CONFIG_FILE).exists() and not settings.get("on_adapter"):
+        check_made_from(Path(name), {"model": model_checksum(*base_of_adapter(name))}, "train again")
     check_prompt(judge.first_prompt(), tokenizer, context_tokens(model), judge.reader.max_completion_tokens)
     answers = {f"{name}, greedy": judge.answers(model)}
     if arguments.samples_per_state and getattr(judge, "draws_samples", True):

@@ -205,7 +205,7 @@ def read_kept(file: Path, asked: str, check: Callable[[Any], object]) -> dict | 
     """
     try:
         content = parse_json(read_text(file))
-        if content["asked"] == asked:
+        if content.get("asked", content.get("judge")) == asked:  # the latter in files from before 2026-11-29
             check(content["answers"])
             return content["answers"]
     except (OSError, InputError, *OPTION_ERRORS):

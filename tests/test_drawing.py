@@ -528,6 +528,15 @@ def test_programs_are_counted_over_processes_and_other_batches(sandbox, tmp_path
     assert not (tmp_path / "found.jsonl").exists()
 
 
+def test_what_an_older_version_found_is_read(sandbox, tmp_path):
+    program = {"share": 0.5, "generation": 7, "code": "def task(img):\n    return img\n"}
+    (tmp_path / "found.json").write_text(json.dumps([program]))
+    assert read_found(tmp_path / "found.jsonl") == [program]
+    code = "def task(img):\n    return [[1, 2]]\n"
+    keep_best(tmp_path / "found.jsonl", scored([code], sandbox.run_all([code], [[0, 0]]), [[1, 2]]), 8)
+    assert [found["generation"] for found in read_found(tmp_path / "found.jsonl")] == [7, 9]
+
+
 def test_the_best_program_is_kept(sandbox, tmp_path):
     file, wanted = tmp_path / "found.jsonl", [[1, 2]]
 
@@ -611,6 +620,7 @@ def test_a_run_without_a_warm_start_takes_none_that_is_shared(answering_llama, t
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        (["--logging_strategy", "no"], "--logging_strategy no: drawing counts its programs in every step's line"),
         (["--reward_weights", "2"], r"--reward_weights \[2.0\]: drawing has one reward; leave its weight out"),
         (
             ["--gradient_accumulation_steps", "8", "--steps_per_generation", "4"],

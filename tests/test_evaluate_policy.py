@@ -312,7 +312,7 @@ def test_half_of_a_policy_is_not_judged_but_the_run_is_from_within(tmp_path, mon
         main(["--policies", "."])
 
 
-def test_a_run_is_not_judged_on_another_base_than_its_own(places, tmp_path):
+def test_a_run_is_not_judged_on_another_base_than_its_own(places, tmp_path, monkeypatch):
     run = tmp_path / "run"
     run.mkdir()
     (run / "resolved_config.yaml").touch()
@@ -320,6 +320,7 @@ def test_a_run_is_not_judged_on_another_base_than_its_own(places, tmp_path):
     (run / "run.json").write_text(json.dumps(settings))
     (run / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(places / "model"), "r": 2}))
     (run / "adapter_model.safetensors").touch()
+    monkeypatch.setattr(evaluate_policy, "load_model", lambda *_, **__: None)
     with pytest.raises(InputError, match=f"^{run}: the model changed since the run was begun; .*, or train again$"):
         main(["--policies", str(run)])
 

@@ -173,13 +173,16 @@ class Broken(gymnasium.Env):
         if self.how == "step raises":
             raise ZeroDivisionError
         reward = {"nan reward": np.nan, "inf reward": -np.inf, "no reward": None}.get(self.how, 0.0)
-        observation = {"no observation": None, "long observation": np.zeros(3)}.get(self.how, np.zeros(2))
-        return np.full(2, np.nan) if self.how == "nan observation" else observation, reward, False, False, {}
+        observations = {
+            "no observation": None, "long observation": np.zeros(3), "nan observation": np.full(2, np.nan),
+            "inf observation": np.full(2, np.inf),
+        }  # fmt: skip
+        return observations.get(self.how, np.zeros(2)), reward, False, False, {}
 
 
 HOW = [
     "reset raises", "nan reset", "step raises", "nan reward", "inf reward", "no reward", "nan observation",
-    "no observation", "long observation",
+    "inf observation", "no observation", "long observation",
 ]  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from test_completions import reply
 
 from llm_policy.errors import InputError
 from llm_policy.grpo.stages import kept_answers
+from llm_policy.run_files import checksum
 from llm_policy.statistics import mcnemar_p, wilson_interval
 from tasks.questions.data import Question
 from tasks.questions.judge import QuestionJudge, changes
@@ -66,6 +67,15 @@ def test_kept_answers_to_other_questions_are_not_taken(tmp_path, monkeypatch):
     assert kept_answers("untrained", None, other, file) == said("map", "map", "piano")
     monkeypatch.setattr(QuestionJudge, "answers", None)  # kept
     assert kept_answers("untrained", None, other, file) == said("map", "map", "piano")
+
+
+def test_kept_answers_of_an_older_version_stay_as_they_are(tmp_path):
+    """A checkpoint has them in its list."""
+    file, one = tmp_path / "untrained.json", QuestionJudge(FREE, WORDS, None, {"held_out": "one"})
+    kept = {"judge": checksum(one.settings), "answers": said("piano", "map", "map")}
+    file.write_text(json.dumps(kept))
+    assert kept_answers("untrained", None, one, file) == kept["answers"]
+    assert json.loads(file.read_text()) == kept
 
 
 def test_one_answer_to_everything_is_said():

@@ -98,6 +98,8 @@ def make_gym_environment(
         if find_spec("mujoco") and _is_of_mujoco(env_id):  # which else writes its warnings into a file here
             importlib.import_module("mujoco").set_mju_user_warning(_warn_once)
         env = gymnasium.make(env_id, max_episode_steps=horizon_steps, disable_env_checker=True, **options)
+        if "mujoco" in sys.modules:  # of one's own module
+            sys.modules["mujoco"].set_mju_user_warning(_warn_once)
         is_discrete = isinstance(env.observation_space, Discrete) and isinstance(env.action_space, Discrete)
         _check_options(env, options)
         if is_discrete and _has_table(env.unwrapped):

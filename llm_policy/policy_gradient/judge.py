@@ -338,10 +338,10 @@ def load_run(folder: Path) -> tuple[Learner, PolicyGradientArguments]:
     (arguments,), _ = parse_arguments(
         ["--config", str(folder / CONFIG_FILE)], (PolicyGradientArguments,), description="a finished run"
     )
-    if arguments.reads_text:
-        check_made_from(folder, {"model": model_checksum(arguments.model_name_or_path)}, "train again")
     arguments.output_dir = str(folder)  # it may have been moved
     learner = make_learner(arguments)
+    if arguments.reads_text:  # once it is loaded all files of the hub are there
+        check_made_from(folder, {"model": model_checksum(arguments.model_name_or_path)}, "train again")
     load_policy(learner, folder)
     file = folder / STATISTICS_FILE
     try:

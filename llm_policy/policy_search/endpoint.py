@@ -149,10 +149,10 @@ class EndpointProposer:
                 found.set_exception(error)
 
         threading.Thread(target=ask, daemon=True).start()
-        if not self._has_waited:
+        if not self._has_waited and longest > SILENT_SECONDS:
             with suppress(TimeoutError):
-                return found.result(min(longest, SILENT_SECONDS))
-            self._has_waited = True
+                return found.result(SILENT_SECONDS)
+            self._has_waited, longest = True, longest - SILENT_SECONDS
             print(f"{self._where}: no answer in {SILENT_SECONDS} s; waits, and tries {tries} times", flush=True)
         try:
             return found.result(longest)

@@ -37,7 +37,7 @@ class Found(TypedDict):
     code: str
 
 
-FOUND = TypeAdapter(Found)
+FOUND, FOUND_LIST = TypeAdapter(Found), TypeAdapter(list[Found])
 
 
 @dataclass(frozen=True)
@@ -79,9 +79,10 @@ def percent(share: float) -> str:
 
 def read_found(file: Path) -> list[Found]:
     """The programs of a training that were better than all before, the best one last; none where there is no file."""
-    if not file.exists():
-        return []
+    older = file.with_suffix(".json")  # a list, in runs from before 2026-11-29
     try:
+        if not file.exists():
+            return FOUND_LIST.validate_json(read_text(older), strict=True) if older.exists() else []
         return [FOUND.validate_json(line, strict=True) for line in read_text(file).splitlines()]
     except (OSError, ValueError) as error:
         raise InputError(f"{file}: is no record of programs ({str(error).splitlines()[0]}); delete it") from error

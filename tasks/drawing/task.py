@@ -165,6 +165,10 @@ def make_task(arguments: Arguments, training, tokenizer: PreTrainedTokenizerBase
     """
     if weights := getattr(training, "reward_weights", None):
         raise InputError(f"--reward_weights {weights}: drawing has one reward; leave its weight out")
+    if (strategy := getattr(training, "logging_strategy", "steps")) != "steps":
+        raise InputError(
+            f"--logging_strategy {strategy.value}: drawing counts its programs in every step's line; leave it out"
+        )
     if (interval := getattr(training, "logging_steps", 1)) != 1:
         raise InputError(
             f"--logging_steps {interval:g}: drawing counts its programs in every step's line; leave it at 1"
