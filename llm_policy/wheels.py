@@ -2,11 +2,25 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock
 
 
 class WheelUnavailable(Exception):
     """pip cannot get it; the message is pip's own, shortened."""
+
+
+@contextmanager
+def one_at_a_time(output: Path) -> Iterator[None]:
+    """Around the work on `output`: of an array of jobs one fetches, the others wait. `OSError` for a bad folder."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    lock = output.with_name(f".{output.name}.lock")
+    lock.touch()  # where it cannot be made, FileLock would wait for it for ever
+    with FileLock(lock):
+        yield
 
 
 def download_wheel(requirement: str, folder: Path) -> Path:

@@ -36,7 +36,6 @@ prepare(__name__)
 from llm_policy.command_line import EXIT_CODES, option_name, parse_arguments, read_option, take_config
 from llm_policy.errors import EXIT_INPUT_ERROR, InputError, check_choices, ended_by, run_script, writing
 from llm_policy.reading import read_text
-from llm_policy.report.studies import STUDIES
 from llm_policy.run_files import EVALUATION_FILE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -281,8 +280,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     target = result_folder(arguments.study, arguments.name)
     whole_command = with_kept_seeds(command, target / "command.txt")
     runs = ROOT / "runs" / arguments.name
-    if target.parent.name not in STUDIES:
-        print(f"results/{target.parent.name}: a study of your own, which no page shows", flush=True)
+    if not target.parent.exists():  # or a slip of the pen
+        print(f"results/{target.parent.name}: a new study", flush=True)
     for folder in (target, runs):
         make_folder(folder)
     is_new = not (target / "command.txt").exists()

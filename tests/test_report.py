@@ -114,8 +114,8 @@ def test_the_summary_sets_each_score_beside_its_optimum(results):
         others = (policy("best constant action (DOWN)", 0.05, 2), policy("untrained, greedy", 0.01, 0))
         evaluation["policies"] += others
         file.write_text(json.dumps(evaluation))
-    write_seed(results / "maps_never_seen/random_maps_dry_ways_250/seed-7", 0.9, is_slippery=False)
-    file = results / "maps_never_seen/random_maps_dry_ways_250/seed-7/evaluation.json"
+    write_seed(results / "maps_never_seen/thought_search_dry/seed-7", 0.9, is_slippery=False)
+    file = results / "maps_never_seen/thought_search_dry/seed-7/evaluation.json"
     file.write_text(file.read_text().replace('"policy":', '"maps": 200, "policy":'))
     write_search(results / "policy_search/props_frozen_lake")
     lines = report.all_sections(lakes.training_results())["summary"].splitlines()
@@ -129,8 +129,8 @@ def test_the_summary_sets_each_score_beside_its_optimum(results):
         ["best constant action (DOWN)", lake, "0.0500", "0.8235", "none", "", WHEN],
         ["uniformly random policy", lake, "0.0139", "0.8235", "none", "", WHEN],
         [
-            "[GRPO, this repository: the prompt says what lies around]"
-            "(results/maps_never_seen/random_maps_dry_ways_250)",
+            "[GRPO, this repository: it searches the map in its thought]"
+            "(results/maps_never_seen/thought_search_dry)",
             "200 maps never seen, not slippery: percent of the optimum", "**90.0** (90.0)", "100", "1", "4", WHEN,
         ],
         [

@@ -48,6 +48,7 @@ def started(tmp_path, monkeypatch):
 def test_each_seed_is_run_and_its_files_kept(started, tmp_path, capsys):
     assert results_run.main(KL) == 0
     assert capsys.readouterr().out.splitlines() == [
+        "results/ablations: a new study",
         "seed 4, 1 of 2: train_script.py in runs/kl/seed-4",
         "seed 5, 2 of 2: train_script.py in runs/kl/seed-5",
         "results/ablations/kl: finished seed-4, seed-5",

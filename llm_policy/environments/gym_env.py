@@ -32,7 +32,7 @@ from llm_policy.reading import parse_json
 Actor = Callable[[Any], Any]
 """Any policy: observation -> action, as the environment has them."""
 
-# run.json has the name that it then takes
+# Of a name without a version; run.json has the one that is taken
 warnings.filterwarnings("ignore", message=".*WARN: Using the latest versioned environment")
 
 DEFAULT_HORIZON_STEPS = 100

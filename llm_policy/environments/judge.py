@@ -22,6 +22,7 @@ from llm_policy.environments.policy_table import (
     action_letters,
     best_actions,
     best_constant_action,
+    constant_policies,
     constant_policy,
     expert_policy,
     score_policy,
@@ -100,9 +101,7 @@ def _of_one_action(environments: Sequence[TableEnvironment], horizon_steps: int)
 
 @cache
 def _scores_of_one_action(environment: TableEnvironment, horizon_steps: int) -> list[PolicyScore]:
-    states, actions = environment.mdp.rewards_SA.shape
-    policies_SA = [constant_policy(states, action, actions) for action in range(actions)]
-    return [score_policy(environment, policy_SA, horizon_steps) for policy_SA in policies_SA]
+    return [score_policy(environment, policy_SA, horizon_steps) for policy_SA in constant_policies(environment)]
 
 
 def _acting_rows(

@@ -87,11 +87,10 @@ def _references(environment: TableEnvironment, horizon_steps: int) -> _Reference
 
 def _blind_returns(environment: TableEnvironment, horizon_steps: int) -> list[float]:
     """What each action earns where it is taken everywhere, and last what the uniformly random policy earns."""
-    states, actions = environment.mdp.rewards_SA.shape
-    policies_SA = [constant_policy(states, action, actions) for action in range(actions)]
+    uniform_SA = uniform_policy(*environment.mdp.rewards_SA.shape)
     return [
         float(policy_return(environment.mdp, policy_SA, horizon_steps=horizon_steps))
-        for policy_SA in (*policies_SA, uniform_policy(states, actions))
+        for policy_SA in (*constant_policies(environment), uniform_SA)
     ]
 
 
@@ -148,6 +147,12 @@ def uniform_policy(states: int, actions: int) -> np.ndarray:
 
 def constant_policy(states: int, action: int, actions: int) -> np.ndarray:
     return np.eye(actions)[np.full(states, action)]
+
+
+def constant_policies(environment: TableEnvironment) -> list[np.ndarray]:
+    """Each action, taken everywhere."""
+    states, actions = environment.mdp.rewards_SA.shape
+    return [constant_policy(states, action, actions) for action in range(actions)]
 
 
 def expert_policy(environment: TableEnvironment) -> np.ndarray:

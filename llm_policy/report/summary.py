@@ -13,7 +13,6 @@ from llm_policy.report.studies import OPTIMAL, POLICY_GRADIENT, SEARCH, TRAINED,
 
 OURS = "GRPO, this repository"
 SEARCHES = f"{OURS}: it searches the map in its thought"
-TOLD = f"{OURS}: the prompt says what lies around"
 # The rows of training: what each is called there, and the score
 SUMMARY = {
     "natural_slippery": (OURS, "success_probability"),
@@ -25,8 +24,6 @@ SUMMARY = {
     "thought_search_dry": (SEARCHES, "percent_of_optimal"),
     "thought_search_slippery_80": (SEARCHES, "percent_of_optimal"),
     "thought_search_8x8_dry": (SEARCHES, "percent_of_optimal"),
-    "random_maps_dry_ways_250": (TOLD, "percent_of_optimal"),
-    "random_maps_slippery_ways_250": (TOLD, "percent_of_optimal"),
 }
 SUMMARY_SEARCH = "props_frozen_lake"
 SUMMARY_POLICY_GRADIENTS = {  # what each is called there; within the step limit
