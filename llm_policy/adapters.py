@@ -122,7 +122,8 @@ def check_whole(option: str, name: str) -> None:
     if (folder / CONFIG_FILE).exists():  # a run itself
         return
     stands_on_warm_start = (run / WARM_START_FOLDER).is_dir() and folder.name != WARM_START_FOLDER
-    if stands_on_warm_start or run_settings(run).get("on_adapter"):
+    settings = run_settings(run)
+    if stands_on_warm_start or settings.get("on_adapter") or settings.get("on_shared_warm_start"):
         raise InputError(f"{option} {name}: trained on top of another adapter; name the run's folder, {run}")
 
 

@@ -304,7 +304,8 @@ class RunSettings(BaseModel, strict=True, extra="allow"):
     load_in_8bit: bool = False
     bnb_4bit_quant_type: str = "nf4"
     use_bnb_nested_quant: bool = False
-    on_adapter: bool = False
+    on_adapter: bool = False  # until 2026-11-29 also on a shared warm start
+    on_shared_warm_start: bool = False
     target: str = ""
     wanted: list[list[int]] = [[0]]
     show_functions: bool = False

@@ -312,11 +312,13 @@ def test_half_of_a_policy_is_not_judged_but_the_run_is_from_within(tmp_path, mon
         main(["--policies", "."])
 
 
-def test_a_run_is_not_judged_on_another_base_than_its_own(places, tmp_path, monkeypatch):
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_run_is_not_judged_on_another_base_than_its_own(shared, places, tmp_path, monkeypatch):
     run = tmp_path / "run"
     run.mkdir()
     (run / "resolved_config.yaml").touch()
     settings = {"maps": ["SFG"], "is_slippery": False, "made_from": {"model": "0123456789abcdef"}}
+    settings["on_shared_warm_start"] = shared
     (run / "run.json").write_text(json.dumps(settings))
     (run / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(places / "model"), "r": 2}))
     (run / "adapter_model.safetensors").touch()
@@ -325,7 +327,7 @@ def test_a_run_is_not_judged_on_another_base_than_its_own(places, tmp_path, monk
         main(["--policies", str(run)])
 
 
-@pytest.mark.parametrize("settings", [{"on_adapter": True}, {}])
+@pytest.mark.parametrize("settings", [{"on_adapter": True}, {"on_shared_warm_start": True}, {}])
 def test_half_of_a_policy_is_not_trained_further(settings, tmp_path):
     """The warm start lies in the run, or elsewhere (--warm_start_folder). Alone it is a whole adapter."""
     (tmp_path / "run.json").write_text(json.dumps(settings))

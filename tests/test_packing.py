@@ -4,18 +4,19 @@ from tiny_policies import ARCHITECTURE_NAMES, add_random_adapter, plain_scores, 
 from transformers import MistralConfig, MistralForCausalLM
 from trl.trainer.utils import add_fused_lm_head
 
-from llm_policy.grpo import packing
+from llm_policy.grpo import packing, tree_attention
 from llm_policy.grpo.packing import Branch, PackedGroups, attention_mask, pack_groups, packed_log_probabilities
-from llm_policy.grpo.tree_attention import goes_by_tree
+from llm_policy.grpo.tree_attention import goes_by_piece
 
 ROUNDING = {"rtol": 1e-5, "atol": 2e-5}  # of float32 sums taken in another order
 
 
-@pytest.fixture(params=["rows of trees", "by tree", "alone"])
-def by_tree(request, monkeypatch):
+@pytest.fixture(params=["rows of trees", "by piece", "alone"])
+def by_piece(request, monkeypatch):
     """Completions of a prompt in one tree, in rows or one tree after the other, or each completion in its own row."""
     monkeypatch.setattr(packing, "_trees_are_cheaper", lambda *_: request.param != "alone")
-    return request.param == "by tree"
+    monkeypatch.setattr(tree_attention, "TOKENS_OF_PIECE", 4)
+    return request.param == "by piece"
 
 
 @pytest.fixture
@@ -101,13 +102,14 @@ def largest_difference(model, packed, expected) -> float:
 @pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("by_tree", [False, True])
+@pytest.mark.parametrize("by_piece", [False, True])
 @torch.no_grad()
-def test_packed_scores_equal_plain_ones(architecture, case, temperature, by_tree):
+def test_packed_scores_equal_plain_ones(architecture, case, temperature, by_piece, monkeypatch):
+    monkeypatch.setattr(tree_attention, "TOKENS_OF_PIECE", 4)  # trees of these cases end within pieces and at them
     prompts, completions, branches, row_count = CASES[case]
     model = random_policy(architecture)
-    packed = pack_groups(prompts, completions, branches, by_tree=by_tree)
-    assert len(packed.input_ids_PL) == (1 if by_tree else row_count)
+    packed = pack_groups(prompts, completions, branches, by_piece=by_piece)
+    assert len(packed.input_ids_PL) == (1 if by_piece else row_count)
     found = packed_scores(model, packed, temperature)
     expected = expected_scores(model, prompts, completions, branches, temperature)
     torch.testing.assert_close(found, expected, **ROUNDING)
@@ -130,10 +132,10 @@ def test_scores_are_the_same_where_each_completion_has_its_row(alone, architectu
 
 @pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
 @pytest.mark.parametrize("case", ["long branches", "shared prefix", "completions that begin alike"])
-def test_gradients_flow_through_what_is_shared_as_through_plain_rows(by_tree, architecture, case):
+def test_gradients_flow_through_what_is_shared_as_through_plain_rows(by_piece, architecture, case):
     prompts, completions, branches, _ = CASES[case]
     model = random_policy(architecture)
-    packed = pack_groups([*prompts, LONG], [*completions, ANSWERS[3]], branches, by_tree=by_tree)
+    packed = pack_groups([*prompts, LONG], [*completions, ANSWERS[3]], branches, by_piece=by_piece)
 
     def gradients(scores):
         """Of a sum in which every token's log-probability and entropy has a weight of its own."""
@@ -262,41 +264,43 @@ def test_rows_that_short_trees_share_are_cheaper():
 
 
 def test_trees_one_after_the_other_have_no_padding():
-    packed = pack_groups([[1, 2, 3]] * 2 + [[1, 7]], [[4, 5, 6], [4, 9, 9], [8, 9]], by_tree=True)
+    packed = pack_groups([[1, 2, 3]] * 2 + [[1, 7]], [[4, 5, 6], [4, 9, 9], [8, 9]], by_piece=True)
     assert packed.prefix_ids_K.tolist() == [1]
-    assert packed.tree_lengths == [5, 2]
     assert packed.input_ids_PL.tolist() == [[2, 3, 4, 5, 9, 7, 8]]
     assert packed.position_ids_PL.tolist() == [[1, 2, 3, 4, 4, 1, 2]]
     assert packed.predictor_U[packed.scored_N].tolist() == [1, 2, 3, 1, 2, 4, 5, 6]
-    assert packed.sight.visible().shape == (2, 5, 6)
+    assert packed.sight.visible()[0, -2:].int().tolist() == [[1, 0, 0, 0, 0, 0, 1, 0], [1, 0, 0, 0, 0, 0, 1, 1]]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
 @torch.no_grad()
 def test_a_tree_that_saw_another_would_show(architecture):
-    """Were the border between two trees one token further on."""
+    """Were a token of the first tree seen by the second one."""
     prompts, completions, branches, _ = CASES["trees that share a row"]
     model = random_policy(architecture)
-    packed = pack_groups(prompts, completions, branches, by_tree=True)
+    packed = pack_groups(prompts, completions, branches, by_piece=True)
     expected = expected_scores(model, prompts, completions, branches)
     assert largest_difference(model, packed, expected) < ROUNDING["atol"]
     assert model.config._attn_implementation == "sdpa"
-    first, second, *rest = packed.tree_lengths
-    packed.tree_lengths = [first + 1, second - 1, *rest]
+    first = len(packed.prefix_ids_K)
+    packed.sight.ends_PM[:, first] = packed.sight.numbers_PL.size(1)
     assert largest_difference(model, packed, expected) > 0.05
 
 
-def test_trees_go_one_by_one_on_a_cpu_with_its_own_attention():
+def test_trees_go_piece_by_piece_on_a_cpu_with_its_own_attention():
     model = random_policy("llama")
-    assert goes_by_tree(model)
+    assert goes_by_piece(model)
     model.gradient_checkpointing_enable()
-    assert not goes_by_tree(model), "what is computed again would meet another attention"
+    assert not goes_by_piece(model), "what is computed again would meet another attention"
     model.gradient_checkpointing_disable()
     model.config.model_type = "stablelm"
-    assert not goes_by_tree(model), "its layers keep the lengths of the trees to themselves"
+    assert not goes_by_piece(model), "its layers keep the pieces to themselves"
     model.config.model_type = "llama"
+    model.config.attention_dropout = 0.1
+    assert not goes_by_piece(model), "no weight is dropped there"
+    model.config.attention_dropout = 0.0
     model.set_attn_implementation("eager")
-    assert not goes_by_tree(model)
+    assert not goes_by_piece(model)
 
 
 def test_equal_beginnings_are_computed_once():

@@ -239,6 +239,7 @@ WRONG_TYPES = {
     "observation": [1],
     "dtype": [16],
     "on_adapter": ["yes", 1],
+    "on_shared_warm_start": ["yes", 1],
     "made_from": [3, {"data": 1}],
     "resumed": [{}, ["x"]],
 }

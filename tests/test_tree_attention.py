@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from llm_policy.grpo import packing, tree_attention
 from llm_policy.grpo.packing import attention_mask, pack_groups, pairs_per_token
-from llm_policy.grpo.tree_attention import ATTENTION, prefer_blocks, takes_blocks
+from llm_policy.grpo.tree_attention import ATTENTION, attend_by_piece, prefer_blocks, takes_blocks
 
 
 @pytest.fixture
@@ -55,6 +55,53 @@ def test_blocks_say_what_the_dense_mask_says(layout, case, window):
         visible = sight.visible(window)
         blocks = create_mask(sight.blocks(window).mask_mod, visible.size(0), 1, *visible.shape[1:], device="cpu")
         assert torch.equal(blocks[:, 0], visible)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_pieces_say_what_the_dense_mask_says(case, window, size, monkeypatch):
+    monkeypatch.setattr(tree_attention, "TOKENS_OF_PIECE", size)
+    prompts, completions, branches, _ = CASES[case]
+    packed = pack_groups(prompts, completions, branches, by_piece=True)
+    visible_LM = packed.sight.visible(window)[0]
+    said_LM = torch.zeros_like(visible_LM)
+    for piece in packed.sight.pieces(window):
+        seen_TS = torch.ones_like(visible_LM[piece.tokens][:, piece.keys_S])
+        seen_TS[:, len(piece.keys_S) - piece.hidden_TE.size(1) :] &= ~piece.hidden_TE
+        assert seen_TS.any(0).all(), "no key that nobody sees"
+        said_LM[piece.tokens, piece.keys_S] = seen_TS
+    assert torch.equal(said_LM, visible_LM)
+
+
+def test_pieces_of_a_completion_leave_out_the_others():
+    completions = [[20 + i, *token_ids(256, seed=i)] for i in range(16)]
+    packed = pack_groups([token_ids(128)] * 16, completions, share_prefix=False, by_piece=True)
+    assert packed.input_ids_PL.shape == (1, 128 + 16 * 256)
+    compared = sum(len(piece.hidden_TE) * len(piece.keys_S) for piece in packed.sight.pieces())
+    # Prompt 1 x 1, then the two halves of a completion behind the prompt 1 x 2 and 1 x 3, in pieces of 128
+    assert compared == 128**2 * (1 + 16 * 5)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 6])
+def test_attention_piece_by_piece_is_pytorchs(groups, monkeypatch):
+    """Six heads of grouped keys: values and gradients."""
+    monkeypatch.setattr(tree_attention, "TOKENS_OF_PIECE", 16)
+    prompts, completions, branches, _ = CASES["long branches"]
+    sight = pack_groups(prompts, completions, branches, by_piece=True).sight
+    (_, length), keys = sight.numbers_PL.shape, sight.firsts_PM.size(1)
+    generator = torch.Generator().manual_seed(0)
+    shapes = (6, length), (groups, keys), (groups, keys)
+    vectors = [torch.randn(1, *shape, 8, generator=generator, requires_grad=True) for shape in shapes]
+    gradient = torch.randn(1, length, 6, 8, generator=generator)
+    number = torch.zeros(1, 1, 1, 1, dtype=torch.long)
+    found, _ = attend_by_piece(None, *vectors, number, scaling=0.3, pieces=[sight.pieces()])
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *vectors, attn_mask=sight.visible()[:, None], scale=0.3, enable_gqa=True
+    ).transpose(1, 2)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for a, b in zip(*(torch.autograd.grad(x, vectors, gradient) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_blocks_in_which_nobody_sees_anything_are_left_out():

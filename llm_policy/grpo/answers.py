@@ -21,7 +21,7 @@ from llm_policy import processes
 from llm_policy.chat import Messages, Reader
 from llm_policy.completions import action_index, common_words, parse_completion
 from llm_policy.grpo.packing import Branch, may_share_prefix, only_positions, pack_groups, packed_pass
-from llm_policy.grpo.tree_attention import goes_by_tree
+from llm_policy.grpo.tree_attention import goes_by_piece
 from llm_policy.sampling import evaluating
 
 ANSWER_TAG, END_TAG = "<answer>", "</answer>"
@@ -231,7 +231,7 @@ def _packed_scores(
         pad_token_id=reader.tokenizer.pad_token_id,
         device=next(plain.parameters()).device,
         share_prefix=may_share_prefix(plain),
-        by_tree=goes_by_tree(plain),
+        by_piece=goes_by_piece(plain),
     )
     here = only_positions(plain.base_model, packed.predictor_U)
     with evaluating(plain), packed_pass(plain, packed) as inputs, here:

@@ -15,14 +15,15 @@ leads to it, and predicts whatever comes next in each completion that runs throu
     predicts        a  b  c  f
                     e     d
 
-The last token of a completion predicts nothing and is not there. On a CPU all trees stand in one row, and attention
-goes through them one by one. Elsewhere rows are as long as the longest tree, and short trees share one, so that little
+The last token of a completion predicts nothing and is not there. On a CPU all trees stand in one row, through which
+attention goes piece by piece. Elsewhere rows are as long as the longest tree, and short trees share one, so that little
 of it is padding. What all prompts begin with (chat template, rules of the game) is computed once for all rows and
 stands before them as a key-value cache, through which the gradient flows: of 116 prompt tokens of the 4x4 lake 88 are
 the same everywhere.
 
-In a tree every token is compared with every other, and many long completions have little in common. Where that costs
-more than it saves, each completion has a row of its own, and its prompt stands before it as a cache, too (`Prompts`).
+In such rows every token is compared with every other, and many long completions have little in common. Where that
+costs more than it saves, each completion has a row of its own, and its prompt stands before it as a cache, too
+(`Prompts`).
 
 A branch ("what if the answer had been UP?") is one more path through the tree. Log-probabilities, entropies and
 gradients equal those of one row per completion (tests/test_packing.py, and `check_against_stock` on the real model
@@ -42,7 +43,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import DynamicCache, PreTrainedModel
 
 from llm_policy.grpo.head import TokenLogProbabilities, finds_gradient_on_the_way
-from llm_policy.grpo.tree_attention import FEWEST_PLACES, Sight, going_by_tree, takes_blocks
+from llm_policy.grpo.tree_attention import FEWEST_PLACES, Piece, Sight, going_by_piece, takes_blocks
 from llm_policy.prompt_cache import mask_by_layer, turns_by_length
 from llm_policy.sampling import TokenIds, common_prefix
 
@@ -78,8 +79,6 @@ class Prompts:
 class PackedGroups:
     """P rows of L tokens behind K tokens that they share, and where in the rows the N scored tokens are predicted.
 
-    With `tree_lengths` it is one row of trees, one behind the other, and each of them is a row of `sight`.
-
     Scored tokens are ordered: all completions in the order given, token by token, then all branches. What several of
     them share is scored once: U different ones.
     """
@@ -94,7 +93,7 @@ class PackedGroups:
     completion_lengths: list[int]
     branch_lengths: list[int]
     prompts: Prompts | None = None  # None: each row begins with its prompt
-    tree_lengths: list[int] | None = None
+    by_piece: bool = False  # a single row, through which attention goes piece by piece
 
     def split(self, values_N: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Per-token values -> one tensor per completion and one per branch."""
@@ -111,7 +110,7 @@ def pack_groups(
     share_prefix: bool = True,
     silent: Collection[int] = (),
     pairs_per_token: float = math.inf,
-    by_tree: bool = False,
+    by_piece: bool = False,
 ) -> PackedGroups:
     """Pack B completions with their B prompts; equal prompts are computed once, whichever completion they belong to.
 
@@ -123,7 +122,7 @@ def pack_groups(
         silent: completions (by number) that are not scored; only what their branches need of them is computed.
         pairs_per_token: so many comparisons of two tokens cost as much as the rest of the model does for one token
             (`pairs_per_token` of a model). It decides whether completions share a tree.
-        by_tree: attention goes through trees one by one (`goes_by_tree` of a model): they stand in one row.
+        by_piece: all trees stand in one row, through which attention goes piece by piece (`goes_by_piece` of a model).
     """
     shared = len(common_prefix([prompt[:-1] for prompt in prompts])) if share_prefix else 0
     scored = [() if i in silent else completion for i, completion in enumerate(completions)]
@@ -132,15 +131,14 @@ def pack_groups(
     paths += [(b.completion, completions[b.completion][: b.start], b.token_ids) for b in branches]
     paths = [path for path in paths if path[2]]
     trees = _Rows.grown([(tuple(prompts[i]), prompts[i][shared:], kept, tokens) for i, kept, tokens in paths])
-    if not by_tree:
-        trees.join()
+    trees.join(sum(trees.lengths) if by_piece else max(trees.lengths))
     alone = _Rows.grown([((i, *prompts[i]), prompts[i][-1:], kept, tokens) for i, kept, tokens in paths])
     before = list(dict.fromkeys(tuple(prompts[i]) for i, _, _ in paths))  # prompts in order of arrival
     rests = [prompt[shared:-1] for prompt in before]
     places = max(map(len, rests))
     # Recomputation (`share_prefix` False) leaves no room for a cache
-    lengths = trees.lengths if by_tree else trees.padded_lengths
-    is_tree = not (share_prefix and places) or _trees_are_cheaper(lengths, alone, rests, shared, pairs_per_token)
+    is_tree = by_piece or not (share_prefix and places)
+    is_tree = is_tree or _trees_are_cheaper(trees, alone, rests, shared, pairs_per_token)
 
     rows = trees if is_tree else alone
     tokens_PL, depths_PL, numbers_PL, ends_PL = rows.padded(pad_token_id, device)
@@ -165,11 +163,6 @@ def pack_groups(
     pairs = list(zip(rows.predictors(), tokens_N, strict=True))
     different = {pair: number for number, pair in enumerate(dict.fromkeys(pairs))}
     predictor_U = torch.tensor([place for place, _ in different], device=device)
-    tree_lengths = lengths if is_tree and by_tree else None
-    if tree_lengths:
-        is_real_PL = torch.arange(trees.length, device=device) < torch.tensor(tree_lengths, device=device)[:, None]
-        predictor_U = is_real_PL.flatten().cumsum(0)[predictor_U] - 1
-        tokens_PL, positions_PL = tokens_PL[is_real_PL][None], positions_PL[is_real_PL][None]
     return PackedGroups(
         prefix_ids_K=torch.tensor(prompts[0][:shared], dtype=torch.long, device=device),
         input_ids_PL=tokens_PL,
@@ -181,24 +174,23 @@ def pack_groups(
         completion_lengths=[len(completion) for completion in scored],
         branch_lengths=[len(branch.token_ids) for branch in branches],
         prompts=packed_prompts,
-        tree_lengths=tree_lengths,
+        by_piece=by_piece,
     )
 
 
 def _trees_are_cheaper(
-    tree_lengths: Sequence[int], alone: "_Rows", rests: Sequence[TokenIds], shared: int, pairs_per_token: float
+    trees: "_Rows", alone: "_Rows", rests: Sequence[TokenIds], shared: int, pairs_per_token: float
 ) -> bool:
     """Whether completions of a prompt in one tree cost less than rows of their own behind the rests of the prompts."""
     places = max(map(len, rests))
     prompts = len(rests) * places * (1 + (shared + places) / pairs_per_token)
-    rows = _cost(alone.padded_lengths, shared + places, pairs_per_token)
-    return _cost(tree_lengths, shared, pairs_per_token) <= prompts + rows
+    return _cost(trees, shared, pairs_per_token) <= prompts + _cost(alone, shared + places, pairs_per_token)
 
 
-def _cost(lengths: Sequence[int], before: int, pairs_per_token: float) -> float:
-    """Of rows of these lengths behind so many tokens, whose keys are copied to each row, in tokens."""
-    pairs = [length * (before + length) + before * PAIRS_PER_COPIED_KEY for length in lengths]
-    return sum(lengths) + sum(pairs) / pairs_per_token
+def _cost(rows: "_Rows", before: int, pairs_per_token: float) -> float:
+    """Of rows behind so many tokens, whose keys are copied to each row, in tokens."""
+    pairs = rows.length * (before + rows.length) + before * PAIRS_PER_COPIED_KEY
+    return rows.count * (rows.length + pairs / pairs_per_token)
 
 
 def pairs_per_token(model: PreTrainedModel) -> float:
@@ -266,19 +258,14 @@ class _Rows:
     @property
     def length(self) -> int:
         """Of each row, with its padding."""
-        return max(self.lengths)
+        return max(tree.first + len(tree.tokens) for tree in self.trees.values())
 
     @property
     def count(self) -> int:
         return 1 + max(tree.row for tree in self.trees.values())
 
-    @property
-    def padded_lengths(self) -> list[int]:
-        return [self.length] * self.count
-
-    def join(self) -> None:
-        """Let short trees share a row: the longest first, each into the first row that has room for it."""
-        length = self.length
+    def join(self, length: int) -> None:
+        """Let trees share rows of this length: the longest first, each into the first row that has room for it."""
         filled: list[int] = []  # places taken of each row
         for tree in sorted(self.trees.values(), key=lambda tree: -len(tree.tokens)):
             size = len(tree.tokens)
@@ -367,6 +354,17 @@ def attention_mask(model: PreTrainedModel, sight: Sight) -> Mask | dict[str, Mas
     return mask_by_layer(config, mask)
 
 
+def pieces_by_layer(model: PreTrainedModel, sight: Sight) -> dict[str, object]:
+    """`sight` as `attend_by_piece` takes it: a list of pieces for each kind of layer, and which of them is whose."""
+    pieces: list[list[Piece]] = []
+
+    def number(window: int | None) -> torch.Tensor:
+        pieces.append(sight.pieces(window))
+        return torch.full((1, 1, 1, 1), len(pieces) - 1)  # four dimensions: transformers hands it on as it is
+
+    return {"attention_mask": mask_by_layer(model.config.get_text_config(), number), "pieces": pieces}
+
+
 @contextmanager
 def packed_pass(model: PreTrainedModel, packed: PackedGroups) -> Iterator[dict]:
     """Inside, `model` called with the keywords that this gives computes the rows.
@@ -391,18 +389,17 @@ def packed_pass(model: PreTrainedModel, packed: PackedGroups) -> Iterator[dict]:
             cache.batch_select_indices(packed.prompts.prompt_P)
         return arguments, {**keywords, "past_key_values": cache}
 
-    inputs: dict[str, object] = {
-        "input_ids": packed.input_ids_PL,
-        "position_ids": packed.position_ids_PL,
-        "attention_mask": attention_mask(model, packed.sight),
-    }
+    inputs: dict[str, object] = {"input_ids": packed.input_ids_PL, "position_ids": packed.position_ids_PL}
+    if packed.by_piece:
+        inputs |= pieces_by_layer(model, packed.sight)
+    else:
+        inputs["attention_mask"] = attention_mask(model, packed.sight)
     with ExitStack() as stack:
         if len(packed.prefix_ids_K) or packed.prompts:
             handle = model.base_model.register_forward_pre_hook(compute_prefix, with_kwargs=True)
             stack.callback(handle.remove)
-        if packed.tree_lengths:
-            stack.enter_context(going_by_tree(model))
-            inputs["tree_lengths"] = packed.tree_lengths
+        if packed.by_piece:
+            stack.enter_context(going_by_piece(model))
         yield inputs
 
 

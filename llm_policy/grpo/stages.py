@@ -87,7 +87,8 @@ class Job:
             "max_completion_length": self.reader.max_completion_tokens,
             "dtype": adapters.loading_options(self.model_config)["dtype"],
             **adapters.quantization(self.model_config),
-            "on_adapter": bool(folders or self.script.shared_warm_start),
+            "on_adapter": bool(folders),
+            "on_shared_warm_start": bool(self.script.shared_warm_start),
             "made_from": self.made_from,
         }
 

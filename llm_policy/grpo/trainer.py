@@ -34,7 +34,7 @@ from llm_policy.grpo.packing import (
     packed_log_probabilities,
     pairs_per_token,
 )
-from llm_policy.grpo.tree_attention import ATTENTION, FEWEST_PLACES, goes_by_tree, prefer_blocks
+from llm_policy.grpo.tree_attention import ATTENTION, FEWEST_PLACES, goes_by_piece, prefer_blocks
 from llm_policy.sampling import sample_completions
 
 # Mean |difference| of log-probabilities, packed against stock, that rounding explains; a wrong mask gives over 0.3.
@@ -294,7 +294,7 @@ class PolicyTrainer(GRPOTrainer):
             share_prefix=may_share_prefix(plain_model),
             silent={row_of[i] for i in scored if skipped_B[i]},
             pairs_per_token=pairs_per_token(plain_model),
-            by_tree=goes_by_tree(plain_model),
+            by_piece=goes_by_piece(plain_model),
         )
         with self.accelerator.autocast():
             own_head = not (self._entropy_bonus_enabled or self.args.cast_lm_head_to_fp32)

@@ -26,7 +26,7 @@ from llm_policy.checkpoints import COMPLETE_MARK, damage, read_state, written_wh
 from llm_policy.errors import InputError
 from llm_policy.grpo.arguments import WarmStartArguments
 from llm_policy.grpo.packing import may_share_prefix, pack_groups, packed_log_probabilities
-from llm_policy.grpo.tree_attention import goes_by_tree
+from llm_policy.grpo.tree_attention import goes_by_piece
 from llm_policy.hardware import give_memory_back
 from llm_policy.sampling import evaluating
 
@@ -337,7 +337,7 @@ def reply_log_probabilities(
                 pad_token_id=pad,
                 device=device,
                 share_prefix=may_share_prefix(base_model),
-                by_tree=goes_by_tree(base_model),
+                by_piece=goes_by_piece(base_model),
             )
             log_probabilities_N, _ = packed_log_probabilities(model, base_model, groups)
             return groups.split(log_probabilities_N.float())[0]
