@@ -34,7 +34,7 @@ from llm_policy.command_line import asks_for_help, parse_arguments, read_option,
 from llm_policy.errors import EXIT_INPUT_ERROR, OPTION_ERRORS, InputError, disk_errors, library_errors, run_script
 from llm_policy.grpo import arguments as rules
 from llm_policy.grpo import lifecycle, stages
-from llm_policy.grpo.diagnostics import MetricsFile, PolicyDiagnostics
+from llm_policy.grpo.diagnostics import MetricsFile, PolicyDiagnostics, steps_per_batch
 from llm_policy.grpo.expected import SUPERVISED
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.hardware import take_granted_threads
@@ -158,7 +158,7 @@ def train(options: Options) -> int:
         lifecycle.check_epochs(training, resume)
         if processes.is_main():
             say_what_differs(output_dir, training)
-    stop = lifecycle.StopOnSignal(lifecycle.steps_per_batch(training))
+    stop = lifecycle.StopOnSignal(steps_per_batch(training))
 
     # What is learnt, and how it is judged
     tokenizer = load_tokenizer(options.model.model_name_or_path, revision=options.model.model_revision)

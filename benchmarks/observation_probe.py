@@ -9,7 +9,6 @@ the map estimates what a policy can do that does not read the map; the marks of 
 
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,12 +29,11 @@ from figures import check_output, save_figures
 from tqdm import tqdm
 
 from llm_policy.command_line import parse_arguments
-from llm_policy.environments.expert_q import ExpertOptions, read_expert_csv, write_expert_csv
-from llm_policy.environments.frozen_lake import ACTIONS, Grid, acting_states, lake_mdp
+from llm_policy.environments.frozen_lake import ACTIONS, FrozenLake, Grid, acting_states, lake_mdp, random_grids
 from llm_policy.environments.mdp import optimal_actions, optimal_return, policy_return
 from llm_policy.errors import run_script
 from prompts import observation_text, thought_text
-from tasks.tabular import held_out
+from tasks.tabular import exact_expert, held_out
 
 MAPS, TEST_MAPS, TEST_MAP_SEED = 2200, 200, 1  # as in configs/random_maps.yaml
 HIDDEN_UNITS, EPOCHS, BATCH_STATES, LEARNING_RATE, WEIGHT_DECAY = 128, 15, 64, 2e-3, 1e-2
@@ -118,15 +116,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_output(options.output)
     found = {label: {} for label in READERS}
     runs = [(slip, label, seed) for slip in (False, True) for label in READERS for seed in options.seeds]
-    tables = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for slip in (False, True):
-            print(f"solving {MAPS} maps {'with' if slip else 'without'} slip ...", flush=True)
-            file = str(Path(folder) / f"{slip}.csv")
-            write_expert_csv(ExpertOptions(random_maps=MAPS, rows="states", is_slippery=slip, output=file))
-            expert, lakes = held_out(read_expert_csv(file, is_slippery=slip), TEST_MAPS, TEST_MAP_SEED)
-            expert["grid"] = [lake.grid for lake in expert["environment"]]
-            tables[slip] = expert, [lake.grid for lake in lakes]
+    tables, grids = {}, random_grids(MAPS)
+    for slip in (False, True):
+        print(f"solving {MAPS} maps {'with' if slip else 'without'} slip ...", flush=True)
+        table = pd.concat([exact_expert(FrozenLake(grid, slip)) for grid in grids], ignore_index=True)
+        expert, lakes = held_out(table, TEST_MAPS, TEST_MAP_SEED)
+        expert["grid"] = [lake.grid for lake in expert["environment"]]
+        tables[slip] = expert, [lake.grid for lake in lakes]
     print(f"training {len(runs)} networks ...", flush=True)
     for slip, label, seed in tqdm(runs, unit="network"):
         percent = percent_of_optimal(*tables[slip], slip, READERS[label], seed)

@@ -1,6 +1,6 @@
 """Seconds, tokens and memory of one GRPO step: TRL's stock path beside this project's, alternating in one run.
 
-    python benchmarks/step_time.py                                       # embedded model, 11 prompts x 8: 12 minutes
+    python benchmarks/step_time.py                                       # embedded model, 11 prompts x 8: 10 minutes
     python benchmarks/step_time.py --taught                              # after the warm start, as in training
     python benchmarks/step_time.py --prompts 1 --group 64 --completion_tokens 200 --accumulation 4     # one riddle
     python benchmarks/step_time.py --prompts 8 --completion_tokens 128 --prompt_tokens 600 --accumulation 8
@@ -33,7 +33,7 @@ from llm_policy.startup import announce
 announce(
     __name__,
     "PyTorch, Transformers and TRL. Then TRL's own step and this project's are timed in turn, "
-    "about 12 minutes with the default options on two CPU cores",
+    "about 10 minutes with the default options on two CPU cores",
 )
 
 import numpy as np

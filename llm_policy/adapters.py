@@ -109,7 +109,10 @@ def model_to_train(model_config: ModelConfig, device: torch.device) -> tuple[Pre
         peft_model = get_peft_model(model, lora)  # a mistake in the names shows before anything is written
     except ValueError as error:
         raise InputError(f"--lora_target_modules {model_config.lora_target_modules}: {error}") from error
-    check_head(peft_model, f"--lora_target_modules {model_config.lora_target_modules}")
+    what = f"--lora_target_modules {model_config.lora_target_modules}"
+    check_head(peft_model, what)
+    if isinstance(peft_model.get_output_embeddings(), LoraLayer):
+        raise InputError(f"{what}: adapts the head, whose weights are read as they are; leave lm_head out")
     return peft_model.unload(), lora, folders
 
 
@@ -128,10 +131,12 @@ def check_whole(option: str, name: str) -> None:
 
 
 def check_head(model: PeftModel, what: str) -> None:
-    """`InputError` for LoRA on embeddings that are the model's head as well: merged, it would change both."""
-    layers = [m.get_base_layer() for m in model.modules() if isinstance(m, LoraLayer)]
-    if model.config.get_text_config().tie_word_embeddings and any(isinstance(m, torch.nn.Embedding) for m in layers):
-        raise InputError(f"{what}: adapts the embeddings, which are the model's head as well; leave them out")
+    """`InputError` for LoRA on embeddings that are the model's head as well, or on that head: merged, both change."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    if model.config.get_text_config().tie_word_embeddings and any(isinstance(m, LoraLayer) for m in ends):
+        raise InputError(
+            f"{what}: adapts embeddings or lm_head, which are the same weights in this model; leave both out"
+        )
 
 
 def loading_options(model_config: ModelConfig) -> dict:

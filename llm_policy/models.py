@@ -297,7 +297,8 @@ def check_adapter(model: PeftModel, folder: Path) -> None:
         file = folder / "adapter_model.bin"
         in_file = set(torch.load(file, map_location="cpu", weights_only=True))
     in_model = set(get_peft_model_state_dict(model, save_embedding_layers=False))
-    saved_too = {key for key in in_file if key.endswith(("embed_tokens.weight", "lm_head.weight"))}  # on request
+    ends = ("embed_tokens.weight", "lm_head.weight", "embed_tokens.base_layer.weight", "lm_head.base_layer.weight")
+    saved_too = {key for key in in_file if key.endswith(ends)}  # on request, or because they are adapted
     odd = sorted((in_file ^ in_model) - saved_too)
     if odd:
         where = "has no place in the model" if odd[0] in in_file else "is not in it"

@@ -9,7 +9,7 @@ from tiny_models import build_tiny_model
 from tiny_policies import add_random_adapter, random_policy
 from trl import ModelConfig
 
-from llm_policy import adapters
+from llm_policy import adapters, models
 from llm_policy.errors import InputError
 
 IDS = torch.tensor([[5, 9, 2, 7]])
@@ -143,13 +143,37 @@ def test_an_adapter_to_train_further_is_merged_into_its_model(tmp_path):
         adapters.model_to_train(options_of(tmp_path / "adapter"), torch.device("cpu"))
 
 
-def test_embeddings_that_are_the_head_as_well_are_refused(tmp_path):
+@pytest.mark.parametrize("layer", ["embed_tokens", "lm_head"])
+def test_embeddings_that_are_the_head_as_well_are_refused(layer, tmp_path):
     model = build_tiny_model(tmp_path / "gemma", "gemma")
     config = ModelConfig(
-        model_name_or_path=str(model), dtype="float32", use_peft=True, lora_target_modules=["embed_tokens", "q_proj"]
+        model_name_or_path=str(model), dtype="float32", use_peft=True, lora_target_modules=[layer, "q_proj"]
     )
-    with pytest.raises(InputError, match="adapts the embeddings, which are the model's head as well"):
+    with pytest.raises(InputError, match="adapts embeddings or lm_head, which are the same weights in this model"):
         adapters.model_to_train(config, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("saves_base", [True, False])
+def test_an_adapter_of_a_head_that_is_the_embeddings_as_well_is_not_merged(saves_base, tmp_path):
+    """PEFT saves the weights below such an adapter, too, unless it is told not to."""
+    folder = build_tiny_model(tmp_path / "gemma", "gemma")
+    adapted = add_random_adapter(models.load_model(folder, dtype="float32"), target_modules=["q_proj", "lm_head"])
+    adapted.peft_config["default"].base_model_name_or_path = str(folder)
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=saves_base)
+    with pytest.raises(InputError, match="adapts embeddings or lm_head, which are the same weights in this model"):
+        adapters.model_to_train(options_of(tmp_path / "adapter"), torch.device("cpu"))
+
+
+def test_a_head_is_not_adapted(tmp_path):
+    """Its weights are read without what LoRA adds, so that nothing would be learnt there."""
+    options = options_of(build_tiny_model(tmp_path / "model"))
+    model = models.load_model(tmp_path / "model", dtype="float32")
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.save_pretrained(tmp_path / "model")
+    options.lora_target_modules = ["q_proj", "lm_head"]
+    with pytest.raises(InputError, match=r"'lm_head'\]: adapts the head, whose weights are read as they are"):
+        adapters.model_to_train(options, torch.device("cpu"))
 
 
 def test_layers_that_the_model_does_not_have(tmp_path):

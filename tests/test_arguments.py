@@ -118,6 +118,8 @@ LATE = [
     ({"restore_callback_states_from_checkpoint": True}, {}, "--restore_callback_states_from_checkpoint: would make"),
     ({"generation_kwargs": {"num_beams": 2}}, {}, "--generation_kwargs num_beams 2: sampling behind a shared prompt"),
     ({"generation_kwargs": {"num_beams": 1}}, {}, None),
+    ({"generation_kwargs": "top_k=5"}, {}, "--generation_kwargs top_k=5: expected an object in braces"),
+    ({"generation_kwargs": {"top_q": 5}}, {}, "--generation_kwargs top_q: is no option of generate"),
     ({"max_completion_length": None}, {}, "--max_completion_length null: expected a whole number"),
     ({"torch_compile_mode": "xx"}, {}, "--torch_compile: would compile passes"),
     ({"dataloader_multiprocessing_context": "spawn"}, {}, "--dataloader_multiprocessing_context: is for workers"),
@@ -173,6 +175,7 @@ def test_an_unknown_objective():
 BATCHES = [
     # options, what the line says (None: accepted)
     ({"num_iterations": 2, "save_steps": 4}, None),
+    ({"num_iterations": 2, "save_steps": 4, "max_steps": 3}, "--max_steps 3: expected a multiple of 2, optimiser "),
     ({"num_iterations": 2, "save_steps": 5}, "--save_steps 5: expected a multiple of 2, optimiser steps on one batch"),
     ({"num_iterations": 2, "save_steps": 5, "save_strategy": "no"}, None),
     ({"gradient_accumulation_steps": 2, "save_steps": 1}, None),

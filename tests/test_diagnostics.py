@@ -10,7 +10,10 @@ import torch
 
 from llm_policy.grpo.diagnostics import COLLAPSE_STEPS, OPTIMAL_LINE, Judgement, MetricsFile, PolicyDiagnostics
 
-ARGUMENTS = SimpleNamespace(logging_strategy="steps", save_strategy="steps")
+ARGUMENTS = SimpleNamespace(
+    logging_strategy="steps", save_strategy="steps", steps_per_generation=1, num_iterations=1,
+    gradient_accumulation_steps=1,
+)  # fmt: skip
 PARTLY_LEARNED = Judgement({}, "partly learned")
 
 
@@ -50,6 +53,19 @@ COLLAPSES = [
     ([1.0, 1.0, 1.0, 0.9] * 5, "collapsed", None, "partly learned"),
     ([0.5, 1.0, 0.9] + [1.0] * 20, "collapsed", 4 + COLLAPSE_STEPS, "since step 4"),
 ]
+
+
+def test_a_run_ends_with_a_batch_of_completions():
+    """They are not saved: a run that goes on from the middle of one would have other batches than before."""
+    twice = SimpleNamespace(**vars(ARGUMENTS) | {"num_iterations": 2})
+    trainer = SimpleNamespace(_metrics={"train": {}}, last_rewards=torch.tensor([0.0, 1.0]))
+    diagnostics = PolicyDiagnostics(trainer, None, 0, "best", {}, full_reward=1.0)
+    stops = []
+    for step in (3, 4):
+        control = SimpleNamespace(should_training_stop=False)
+        diagnostics.on_step_end(twice, SimpleNamespace(global_step=step, max_steps=1000), control)
+        stops.append(control.should_training_stop)
+    assert stops == [False, True]
 
 
 @pytest.mark.parametrize(("shares", "stop_when", "step", "words"), COLLAPSES)

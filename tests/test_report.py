@@ -393,9 +393,16 @@ def test_a_game_that_pays_no_success_is_shown_by_its_return(results):
 def test_the_curves_of_episodes_are_drawn(results):
     scores = {"trained, greedy": 60.0, "trained, sampled": 50.0, "untrained, greedy": 9.0}
     write_played(results / "policy_gradient/pole/seed-1", "mlp", scores, 500, "CartPole-v1")
+    file = results / "policy_gradient/short_pole/seed-1/evaluation.json"
+    write_played(file.parent, "mlp", scores, 500, "CartPole-v1")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"env_options": {"sutton_barto_reward": True}}))
     policy_gradient.write_episode_curves()
     pictures = {file.name for file in (results.parent / "docs/pictures").iterdir()}
-    assert pictures == {f"policy_gradient_CartPole_{axis}.png" for axis in ("steps", "episodes", "minutes")}
+    assert pictures == {
+        f"policy_gradient_CartPole_{options}{axis}.png"
+        for options in ("", "sutton_barto_reward_true_")
+        for axis in ("steps", "episodes", "minutes")
+    }
 
 
 @pytest.mark.parametrize(("lines", "points"), [(3, [(3, 2.0)]), (8, [(8, 4.5)]), (10, [(2, 1.5), (10, 6.5)])])
@@ -794,6 +801,14 @@ def test_search_section(results):
     assert [cells(line)[-1] for line in lines[2:]] == ["2026-11-21, ccccccc"] * 4 + [WHEN, ""]
 
 
+def test_another_lake_has_a_row_of_its_own(results):
+    write_search(folder := results / "policy_search/props_dry")
+    for file in folder.glob("*/evaluation.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"env_options": {"is_slippery": False}}))
+    lines = report.search_section(report.policy_searches(), {}).splitlines()
+    assert {cells(line)[0] for line in lines[2:]} == {'FrozenLake-v1 {"is_slippery": false}, 100 steps'}
+
+
 def test_a_search_that_found_no_policy_is_in_the_table(results):
     write_search(results / "policy_search/props_frozen_lake")
     file = results / "policy_search/props_frozen_lake/seed-2/evaluation.json"
@@ -834,6 +849,17 @@ def test_a_seed_without_one_of_its_files_is_named(name, results):
     seed = results / "canonical/dry/seed-1"
     (seed / name).unlink()
     with pytest.raises(InputError, match=rf"^results/canonical/dry/seed-1/{name}: is gone; put it back, or delete"):
+        lakes.training_results()
+
+
+def test_a_result_of_another_task_is_no_damage(results):
+    file = results / "canonical/dry/seed-1/run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"task": "taxi"}))
+    with pytest.raises(
+        InputError,
+        match=r"^results/canonical/dry/seed-1: is of --task taxi, and the study canonical is for --task frozen_lake; "
+        "move dry to another one, other_games for instance$",
+    ):
         lakes.training_results()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from transformers import Trainer, get_scheduler
+from transformers import GenerationConfig, Trainer, get_scheduler
 from transformers.integrations import get_available_reporting_integrations
 from trl import GRPOConfig, ModelConfig
 from trl.import_utils import is_vllm_available
@@ -181,8 +181,13 @@ def check_arguments(script: ScriptArguments, training: GRPOConfig, model: ModelC
             f"{training.n_gpu} GPUs and one process: give each GPU its own (python -m llm_policy.launch "
             f"--nproc_per_node {training.n_gpu} train_script.py ...), or set CUDA_VISIBLE_DEVICES to one of them"
         )
+    generation = {} if training.generation_kwargs is None else training.generation_kwargs
+    if not isinstance(generation, dict):
+        raise InputError(f"--generation_kwargs {generation}: expected an object in braces, like '{{\"top_k\": 5}}'")
+    if unknown := [name for name in generation if not hasattr(GenerationConfig(), name)]:
+        raise InputError(f"--generation_kwargs {unknown[0]}: is no option of generate; leave it out")
     for name in NOT_GENERATED:
-        if (asked := (training.generation_kwargs or {}).get(name)) not in (None, 1):
+        if (asked := generation.get(name)) not in (None, 1):
             raise InputError(
                 f"--generation_kwargs {name} {asked}: sampling behind a shared prompt has no such option; leave it out"
             )
@@ -286,12 +291,14 @@ def _check_batches(training: GRPOConfig) -> None:
             "of completions; expected a whole number, or one over a whole number (steps_per_generation x "
             "num_iterations / gradient_accumulation_steps)"
         )
-    if training.save_strategy == "steps" and training.save_steps % max(1, steps_per_batch):
-        raise InputError(
-            f"--save_steps {training.save_steps:g}: expected a multiple of {steps_per_batch:g}, optimiser steps "
-            "on one batch of completions (steps_per_generation x num_iterations / gradient_accumulation_steps), "
-            "because completions are not saved"
-        )
+    counted = {"save_steps": training.save_steps} if training.save_strategy == "steps" else {}
+    for name, steps in ({"max_steps": training.max_steps} | counted).items():
+        if steps > 0 and steps % max(1, steps_per_batch):
+            raise InputError(
+                f"--{name} {steps:g}: expected a multiple of {steps_per_batch:g}, optimiser steps on one batch of "
+                "completions (steps_per_generation x num_iterations / gradient_accumulation_steps), because "
+                "completions are not saved"
+            )
 
 
 def check_task(script: ScriptArguments, training: GRPOConfig, task) -> None:

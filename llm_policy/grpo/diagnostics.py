@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import ExportableState
+from trl import GRPOConfig
 
 from llm_policy import processes
 from llm_policy.grpo.expected import REWARD_ROUNDING
@@ -25,6 +26,11 @@ OPTIMAL_LINE = "reward/optimal policy"  # of `reward_lines`: all that there is t
 DEAD_ENTROPY = 0.05  # nats: below it one action has more than 99 % of the probability
 SETTLED_PERCENT = 98.0  # of the optimum: what the policy that samples must reach before a run stops there
 STEADY_EVALUATIONS = 2  # so many in a row at the optimum: a state that is right by a hair is wrong after rounding
+
+
+def steps_per_batch(training: GRPOConfig) -> int:
+    """Optimiser steps on one batch of completions."""
+    return max(1, training.steps_per_generation * training.num_iterations // training.gradient_accumulation_steps)
 
 
 @dataclass(frozen=True)
@@ -129,7 +135,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
             rewards_B = self.trainer.last_rewards
             earned = rewards_B.max() if self.stop_when == "best" else rewards_B.mean()
             self.has_stopped |= bool(earned >= self.full_reward)
-        if self.has_stopped:
+        if self.has_stopped and state.global_step % steps_per_batch(args) == 0:  # completions are not saved
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"  # an evaluation that is interrupted begins from there
         if (due or self.has_stopped or state.global_step == state.max_steps) and args.logging_strategy != "no":

@@ -97,11 +97,6 @@ def check_epochs(training: GRPOConfig, resume: Path | None) -> None:
         )
 
 
-def steps_per_batch(training: GRPOConfig) -> int:
-    """Optimiser steps on one batch of completions."""
-    return max(1, training.steps_per_generation * training.num_iterations // training.gradient_accumulation_steps)
-
-
 def has_ended(checkpoint: Path, training: GRPOConfig, stop_when: str) -> bool:
     """Whether a run had taken its last step, or had stopped by `stop_when`, when it wrote `checkpoint`."""
     state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))

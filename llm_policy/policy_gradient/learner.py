@@ -20,6 +20,7 @@ from stable_baselines3.common.utils import LinearSchedule
 from stable_baselines3.common.vec_env import VecNormalize
 from transformers import AutoModelForCausalLM
 
+from llm_policy.adapters import check_head
 from llm_policy.environments.gym_env import GymEnvironment, seed_of
 from llm_policy.errors import InputError
 from llm_policy.hardware import cuda_random_states, restore_cuda_random_states, this_device
@@ -160,6 +161,7 @@ def make_reader(arguments: PolicyGradientArguments, environment: GymEnvironment,
     attention = "eager" if is_trained and arguments.algorithm == "trpo" else None
     model = load_model(name, dtype, attention, device=device)
     if isinstance(model, PeftModel):
+        check_head(model, f"--model_name_or_path {name}")
         model = model.merge_and_unload()
     model.requires_grad_(False)
     if arguments.actor == "random":

@@ -1,6 +1,7 @@
 """Cells of the tables, and labels of the curves."""
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -22,6 +23,12 @@ def link(label: str, *parts: str) -> str:
 
 def link_to(name: str, seeds: Sequence[dict]) -> str:
     return link(name, seeds[0]["study"], name)
+
+
+def game(seed: Mapping) -> str:
+    """The environment that a run or a search played, with its options."""
+    options = f" {json.dumps(seed['env_options'])}" if seed.get("env_options") else ""
+    return f"{seed['env_id']}{options}"
 
 
 def with_seeds(label: str, seeds: Sequence[dict]) -> str:

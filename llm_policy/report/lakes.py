@@ -10,6 +10,7 @@ from pydantic import BaseModel, FiniteFloat, TypeAdapter
 
 from llm_policy.environments.frozen_lake import grid_of
 from llm_policy.environments.mdp import OPTIMAL_PERCENT
+from llm_policy.errors import InputError
 from llm_policy.plots import curves_figure
 from llm_policy.reading import read_text
 from llm_policy.report import files
@@ -19,6 +20,7 @@ from llm_policy.report.studies import (
     CANONICAL,
     MAPS,
     OPTIMAL,
+    OTHER_GAMES,
     REFERENCES,
     SAMPLED,
     TRAINED,
@@ -30,6 +32,7 @@ from llm_policy.report.studies import (
     rows_by_name,
 )
 
+LAKES = "frozen_lake"  # the task of these studies
 USUAL_SIZE = 4  # rows and columns of a map
 SUMMARY_LAKE = "natural_slippery"  # beside it stand searches and policy gradients
 CURVES = {  # the lines of the first picture
@@ -98,9 +101,13 @@ def seeds_of(folder: Path) -> list[dict]:
     found = []
     for seed in finished_seeds(folder, ("result.txt", "metrics.jsonl", "evaluation.json", "run.json", "minutes.txt")):
         with files.whole(seed):
-            evaluation = files.read_json(seed / "evaluation.json")
+            evaluation, run = files.read_json(seed / "evaluation.json"), files.read_json(seed / "run.json")
+            if (task := run.get("task", LAKES)) != LAKES:
+                raise InputError(
+                    f"{files.shown(seed)}: is of --task {task}, and the study {folder.parent.name} is for --task "
+                    f"{LAKES}; move {folder.name} to another one, {OTHER_GAMES} for instance"
+                )
             judged = Judged.model_validate(evaluation)
-            run = files.read_json(seed / "run.json")
             metrics = files.read_lines(seed / "metrics.jsonl", MetricsLine)
             if metrics[0].get("learning_rate") is None:
                 raise ValueError("metrics.jsonl: no first step with its learning rate")

@@ -1,6 +1,6 @@
 """Policy gradients: what each algorithm and actor reaches on each environment, and how fast."""
 
-import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, FiniteFloat
 from llm_policy.plots import curves_figure
 from llm_policy.reading import read_yaml
 from llm_policy.report import files
-from llm_policy.report.cells import each, link, listed, markdown, values, with_seeds
+from llm_policy.report.cells import each, game, link, listed, markdown, values, with_seeds
 from llm_policy.report.dates import made, made_by
 from llm_policy.report.lakes import SUMMARY_LAKE, PolicyRow
 from llm_policy.report.search import is_slippery_lake
@@ -158,9 +158,8 @@ def _played_in(seed: dict) -> tuple:
 
 
 def _where(seed: dict) -> str:
-    options = f" {json.dumps(seed['env_options'])}" if seed["env_options"] else ""
     what = "success" if seed["score"] == "success_at_horizon" else "return"
-    return f"{seed['env_id']}{options}: {what} in {seed['horizon_steps']} steps"
+    return f"{game(seed)}: {what} in {seed['horizon_steps']} steps"
 
 
 def write_episode_curves() -> None:
@@ -168,21 +167,23 @@ def write_episode_curves() -> None:
     by_environment: dict[str, dict[str, list[dict]]] = {}
     for result, seeds in policy_gradients().items():
         if not seeds[0]["max_episodes"]:  # those are beginnings of the others
-            curves_of, label = by_environment.setdefault(seeds[0]["env_id"], {}), _actor(seeds[0])
+            curves_of, label = by_environment.setdefault(game(seeds[0]), {}), _actor(seeds[0])
             curves_of[f"{label}, {result}" if label in curves_of else label] = seeds
     axes = {
         "episodes": ("episodes", lambda line: line["episodes"]),
         "steps": ("steps in the environment", lambda line: line["step"]),
         "minutes": ("minutes, CPU", lambda line: line["seconds"] / 60),
     }
-    for env_id, results in by_environment.items():
+    for played, results in by_environment.items():
+        env_id, _, options = played.partition(" ")
+        file = "_".join(["policy_gradient", env_id.partition("-")[0], *re.findall(r"\w+", options)])
         for name, (x_label, x_of) in axes.items():
             curves = {
                 with_seeds(label, seeds): [_episode_curve(seed, x_of) for seed in seeds]
                 for label, seeds in results.items()
             }
-            figure = curves_figure(curves, {}, x_label, "mean return of 25 episodes, smoothed", env_id)
-            files.save_picture(figure, f"policy_gradient_{env_id.partition('-')[0]}_{name}")
+            figure = curves_figure(curves, {}, x_label, "mean return of 25 episodes, smoothed", played)
+            files.save_picture(figure, f"{file}_{name}")
 
 
 def _episode_curve(seed: dict, x_of: Callable[[dict], float]) -> tuple[list[float], list[float]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from pydantic import BaseModel, FiniteFloat
 
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, default_horizon
-from llm_policy.report.cells import each, link, link_to, markdown, values
+from llm_policy.report.cells import each, game, link, link_to, markdown, values
 from llm_policy.report.dates import made_by
 from llm_policy.report.lakes import SUMMARY_LAKE
 from llm_policy.report.studies import SEARCH, TRAINED, evaluations, results_of, rows_by_name
@@ -56,7 +56,7 @@ def search_section(searches: Mapping[str, list[dict]], trained: Mapping[str, lis
     )  # fmt: skip
     rows = []
     for name, seeds in searches.items():
-        env_id, is_usual_lake = seeds[0]["env_id"], is_slippery_lake(seeds[0])
+        where, is_usual_lake = f"{game(seeds[0])}, {seeds[0]['horizon_steps']} steps", is_slippery_lake(seeds[0])
         for policy in dict.fromkeys(policy for seed in seeds for policy in seed["policies"]):
             found = [seed["policies"][policy] for seed in seeds if policy in seed["policies"]]
             episodes = ", ".join(str(row["episodes"]) for row in found if row["episodes"] is not None)
@@ -64,16 +64,16 @@ def search_section(searches: Mapping[str, list[dict]], trained: Mapping[str, lis
             minutes = each(seeds, lambda seed: f"{seed['minutes']:.1f}") if is_searched else ""
             source = link(name, SEARCH, name) if is_searched else ""
             score = values(found, "value")
-            rows.append([env_id, policy, len(found), score, episodes, minutes, source, made_by(seeds)])
+            rows.append([where, policy, len(found), score, episodes, minutes, source, made_by(seeds)])
         if is_usual_lake and SUMMARY_LAKE in trained:
             runs = trained[SUMMARY_LAKE]
             score = values([run["policies"][TRAINED] for run in runs], "success_at_horizon")
             minutes = each(runs, lambda run: f"{run['minutes']:.1f}")
             source = link_to(SUMMARY_LAKE, runs)
-            row = [env_id, "GRPO, this repository", len(runs), score, "none: the expert's Q", minutes, source]
+            row = [where, "GRPO, this repository", len(runs), score, "none: the expert's Q", minutes, source]
             rows.append([*row, made_by(runs)])
         for policy, value in seeds[0]["published"].items():
             who = "GPT-4o, " if policy.startswith("ProPS") else ""
             source = f"{who}arXiv 2511.21928"
-            rows.append([env_id, f"*{policy}, published*", 10, f"*{value}*", "8,000", "", source, ""])
+            rows.append([where, f"*{policy}, published*", 10, f"*{value}*", "8,000", "", source, ""])
     return markdown(headers, rows)
