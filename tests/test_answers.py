@@ -7,7 +7,7 @@ from tiny_policies import ARCHITECTURE_NAMES, add_random_adapter, plain_scores, 
 
 from llm_policy.chat import Reader
 from llm_policy.environments.frozen_lake import ACTIONS, CANONICAL_GRIDS, acting_states
-from llm_policy.grpo import answers, packing
+from llm_policy.grpo import answers
 from llm_policy.grpo.answers import (
     answer_weights,
     answers_as_read,
@@ -17,6 +17,7 @@ from llm_policy.grpo.answers import (
     true_thoughts,
     words_said,
 )
+from llm_policy.grpo.tree_attention import Sight
 from llm_policy.models import load_model, load_tokenizer
 from prompts import format_example, policy_messages
 
@@ -256,8 +257,8 @@ def test_what_is_not_scored_counts_as_it_is_read(case):
 def test_where_packing_goes_wrong_rows_are_scored_plainly(monkeypatch, capsys):
     model, reader = random_policy("llama"), says("llama", [f"{THOUGHT}UP</answer>"])
     expected, _ = answer_probabilities(reader, model, PROMPTS[:2], ACTIONS, 1)
-    mask = packing.attention_mask
-    monkeypatch.setattr(packing, "attention_mask", lambda *a: torch.ones_like(mask(*a)))  # all see all
+    visible = Sight.visible
+    monkeypatch.setattr(Sight, "visible", lambda *a: torch.ones_like(visible(*a)))  # all see all
     found, _ = answer_probabilities(reader, model, PROMPTS[:2], ACTIONS, 1)
     assert "scored row by row" in capsys.readouterr().out
     np.testing.assert_allclose(found, expected, rtol=1e-3)

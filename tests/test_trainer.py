@@ -26,6 +26,7 @@ from llm_policy.grpo import packing
 from llm_policy.grpo import trainer as trainer_module
 from llm_policy.grpo.expected import action_token_ids
 from llm_policy.grpo.trainer import EpochRepeatSampler, MergedCopy, PolicyTrainer
+from llm_policy.grpo.tree_attention import Sight
 
 GROUP = 4
 
@@ -293,7 +294,7 @@ def test_a_step_with_all_completions_masked_leaves_the_weights_finite(options, t
 
 EXAMPLES = [token_ids(length, seed=length) for length in (12, 5, 9)]
 CHECKED_PROMPTS = [token_ids(30), [*token_ids(20), *token_ids(6, seed=9)]]  # 20 tokens stand before both
-right_mask = packing.attention_mask
+right_sight = Sight.visible
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURE_NAMES)
@@ -304,19 +305,22 @@ def test_the_check_passes_where_packing_is_right(architecture, dtype, most, tmp_
     assert 0 < trainer.check_against_stock(CHECKED_PROMPTS, EXAMPLES) < most
 
 
-def _sees_other_completions(model, sight):
+def _sees_other_completions(sight):
     """All that stands before a token in its row."""
     sight.ends_PM[:] = sight.numbers_PL.size(1)
-    return right_mask(model, sight)
+    return right_sight(sight)
 
 
-def _sees_nothing_before_the_completion(model, sight):
+def _sees_nothing_before_the_completion(sight):
     sight.ends_PM[sight.key_positions_PM < 28] = 0
-    return right_mask(model, sight)
+    sight.ends_PM[:, -sight.numbers_PL.size(1) :].clamp_(min=sight.numbers_PL + 1)  # itself it sees
+    return right_sight(sight)
 
 
-def _is_ignored(model, sight):
-    return None
+def _is_ignored(sight):
+    """A row as any other."""
+    visible_PLM = torch.ones_like(right_sight(sight))
+    return visible_PLM.tril(visible_PLM.size(2) - visible_PLM.size(1))
 
 
 # The tolerance of bfloat16 is made for trained weights: random ones of some architectures differ by less.
@@ -324,10 +328,12 @@ def _is_ignored(model, sight):
     ("architecture", "dtype"), [*((name, torch.float32) for name in ARCHITECTURE_NAMES), ("llama", torch.bfloat16)]
 )
 @pytest.mark.parametrize("damage", [_sees_other_completions, _sees_nothing_before_the_completion, _is_ignored])
-def test_the_check_refuses_a_wrong_mask(architecture, damage, dtype, tmp_path, monkeypatch):
+@pytest.mark.parametrize("by_piece", [True, False])
+def test_the_check_refuses_a_wrong_mask(by_piece, architecture, damage, dtype, tmp_path, monkeypatch):
     trainer = trainer_of(PolicyTrainer, architecture, tmp_path)
     trainer.model.to(dtype)
-    monkeypatch.setattr(packing, "attention_mask", damage)
+    monkeypatch.setattr(trainer_module, "goes_by_piece", lambda _: by_piece)
+    monkeypatch.setattr(Sight, "visible", lambda sight, _=None, tokens=slice(None): damage(sight)[:, tokens])
     with pytest.raises(InputError) as error:
         trainer.check_against_stock(CHECKED_PROMPTS, EXAMPLES)
     assert trainer.model.config.model_type in str(error.value)
