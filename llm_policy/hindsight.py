@@ -20,7 +20,7 @@ from llm_policy.chat import Messages, Reader, sampling_config
 from llm_policy.checkpoints import read_state, written_whole
 from llm_policy.errors import InputError
 from llm_policy.grpo.trainer import MergedCopy
-from llm_policy.grpo.warm_start import packs, reply_loss
+from llm_policy.grpo.warm_start import add_gradient, packs
 from llm_policy.metrics_log import MetricsLog
 from llm_policy.models import not_finite
 from llm_policy.run_files import METRICS_FILE
@@ -113,13 +113,12 @@ class HindsightLearner:
         self.model.train()
         losses = []
         try:
-            taught = [(lesson.prompt, lesson.reply) for lesson in lessons if lesson.prompt]
+            taught = [(lesson.prompt, [lesson.reply]) for lesson in lessons if lesson.prompt]
             if self.packed is None and taught:
-                self.packed = packs(self.model, self.reader, [(prompt, [reply]) for prompt, reply in taught])
+                self.packed = packs(self.model, self.reader, taught)
             for first in range(0, len(taught), self.settings.batch_size):
                 batch = taught[first : first + self.settings.batch_size]
-                loss = reply_loss(self.model, self.reader, batch, bool(self.packed))
-                loss.backward()
+                loss, _ = add_gradient(self.model, self.reader, batch, bool(self.packed))
                 torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
                 self.optimizer.step()
                 self.optimizer.zero_grad()

@@ -18,7 +18,7 @@ import train_hindsight
 from llm_policy import hindsight
 from llm_policy.chat import Reader
 from llm_policy.errors import EXIT_INTERRUPTED, InputError
-from llm_policy.grpo import stages
+from llm_policy.grpo import stages, warm_start
 from llm_policy.hindsight import Attempt, HindsightLearner, HindsightSettings
 from llm_policy.interruption import Interruption
 from tasks.drawing import task as drawing_task
@@ -111,9 +111,30 @@ def test_a_learner_comes_back(tmp_path):
 
 def test_a_weight_that_is_no_number_ends_the_run(monkeypatch):
     pupil = learner()
-    monkeypatch.setattr(hindsight, "reply_loss", lambda model, *_: sum(p.sum() for p in model.parameters()) * torch.nan)
+
+    def no_number(model, *_):
+        sum(p.sum() * torch.nan for p in model.parameters() if p.requires_grad).backward()
+        return torch.tensor(torch.nan), torch.tensor(torch.nan)
+
+    monkeypatch.setattr(hindsight, "add_gradient", no_number)
     with pytest.raises(InputError, match=r"epoch 0: the weight .* is no number .*Lower --learning_rate"):
         pupil.learn([attempt("a", 0.5)])
+
+
+def test_programs_of_a_batch_are_taught_some_at_a_time(monkeypatch):
+    """However many pass through the model together: memory is bounded, and what is learnt is the same."""
+    lessons = [attempt(str(i), 0.5, "yes " * (1 + i)) for i in range(5)]
+
+    def learnt(tokens: int) -> tuple[float, dict[str, torch.Tensor]]:
+        monkeypatch.setattr(warm_start, "TOKENS_PER_PASS", tokens)
+        pupil = learner()
+        loss = pupil.learn(lessons)
+        return loss, {name: p for name, p in pupil.model.named_parameters() if p.requires_grad}
+
+    (loss, weights), (loss_in_parts, weights_in_parts) = learnt(10_000), learnt(1)
+    assert loss_in_parts == pytest.approx(loss, rel=1e-3)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weights_in_parts[name], weight, rtol=1e-2, atol=2e-4)
 
 
 # On drawings -------------------------------------------------------------------------------------------------------

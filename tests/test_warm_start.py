@@ -1,5 +1,6 @@
 """Only the form of an answer is taught: the loss, the lessons without labels, and what a run makes of it."""
 
+import math
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -148,11 +149,14 @@ def test_same_seed_same_adapter_different_seed_different():
     assert any(not torch.equal(first[name], other[name]) for name in first)
 
 
-@pytest.mark.parametrize("prompts_per_pass", [1, 2, 100])
-def test_the_passes_of_a_step_add_up_to_one(prompts_per_pass, monkeypatch):
+@pytest.mark.parametrize("lessons_per_pass", [0, 2, 100])
+def test_the_passes_of_a_step_add_up_to_one(lessons_per_pass, batches, monkeypatch):
     expected_report, expected = taught(max_steps=2, prompts_per_step=5)
-    monkeypatch.setattr(warm_start, "REPLIES_PER_PASS", prompts_per_pass * len(ACTIONS))
+    assert len(batches) == 1 + 2  # compared with plain rows, and one pass a step
+    monkeypatch.setattr(warm_start, "TOKENS_PER_PASS", lessons_per_pass * 212)  # a lesson has 209 to 211
+    batches.clear()
     report, found = taught(max_steps=2, prompts_per_step=5)
+    assert len(batches) == 1 + 2 * math.ceil(5 / max(1, min(lessons_per_pass, 5)))
     assert report["loss"] == pytest.approx(expected_report["loss"], rel=1e-3)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-2, atol=2e-3)
@@ -164,7 +168,7 @@ def test_replies_of_unequal_lengths_weigh_as_their_tokens_do(batches, monkeypatc
     ]
     monkeypatch.setattr(sys.modules[__name__], "LESSONS", uneven)
     expected_report, _ = taught(max_steps=1, prompts_per_step=5)
-    monkeypatch.setattr(warm_start, "REPLIES_PER_PASS", len(ACTIONS))
+    monkeypatch.setattr(warm_start, "TOKENS_PER_PASS", 1)
     batches.clear()
     report, _ = taught(max_steps=1, prompts_per_step=5)
     assert report["loss"] == pytest.approx(expected_report["loss"], rel=1e-4)
@@ -248,7 +252,7 @@ def test_where_only_the_lessons_replies_count_nothing_is_sampled(rows, monkeypat
     monkeypatch.setattr(warm_start, "sampled_format_validity", lambda *_: pytest.fail("sampled"))
     monkeypatch.setattr(warm_start, "packs", lambda *_: rows == "packed")
     monkeypatch.setattr(warm_start, "CHECK_EVERY_STEPS", 1)
-    monkeypatch.setattr(warm_start, "REPLIES_PER_PASS", 8)  # two passes a step
+    monkeypatch.setattr(warm_start, "TOKENS_PER_PASS", 1)  # several passes a step
     model, _, reader = student()
     lessons = [(prompt, [f"{action}" for action in "abcd"]) for prompt, _ in LESSONS[:4]]
     probabilities = []

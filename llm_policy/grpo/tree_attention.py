@@ -12,7 +12,7 @@ a CPU some tokens at a time are compared with the keys that any of them sees.
              6  6  6  5  5  6
 
 Axes: P rows, L places in a row, M keys (what stands before the rows, then the rows), H heads, G key-value heads, D of a
-head, T tokens of a piece, S keys that any of them sees, E of these that not all see.
+head, T tokens of a piece, N keys that they might see, S that any of them sees, E of these that not all see.
 """
 
 from collections.abc import Iterator
@@ -65,16 +65,18 @@ class Sight:
     ends_PM: torch.Tensor
     key_positions_PM: torch.Tensor
 
-    def visible(self, window: int | None = None, tokens: slice = slice(None)) -> torch.Tensor:
+    def visible(
+        self, window: int | None = None, tokens: slice = slice(None), keys: torch.Tensor | slice = slice(None)
+    ) -> torch.Tensor:
         """(P, L, M), bool. With a window, keys so many positions back and further are not seen.
 
         Args:
-            tokens: of each row, these alone.
+            tokens, keys: of each row, these alone.
         """
         numbers_PL1 = self.numbers_PL[:, tokens, None]
-        visible_PLM = (self.firsts_PM[:, None] <= numbers_PL1) & (numbers_PL1 < self.ends_PM[:, None])
+        visible_PLM = (self.firsts_PM[:, None, keys] <= numbers_PL1) & (numbers_PL1 < self.ends_PM[:, None, keys])
         if window is not None:
-            visible_PLM &= self.positions_PL[:, tokens, None] - self.key_positions_PM[:, None] < window
+            visible_PLM &= self.positions_PL[:, tokens, None] - self.key_positions_PM[:, None, keys] < window
         return visible_PLM
 
     def pieces(self, window: int | None = None) -> list[Piece]:
@@ -82,11 +84,14 @@ class Sight:
         pieces = []
         for first in range(0, self.numbers_PL.size(1), TOKENS_OF_PIECE):
             tokens = slice(first, first + TOKENS_OF_PIECE)
-            visible_TM = self.visible(window, tokens)[0]
-            seen_by_all_M = visible_TM.all(0)
-            keys_E = (visible_TM.any(0) & ~seen_by_all_M).nonzero()[:, 0]
-            keys_S = torch.cat([seen_by_all_M.nonzero()[:, 0], keys_E])
-            pieces.append(Piece(tokens, keys_S, ~visible_TM[:, keys_E]))
+            numbers_T = self.numbers_PL[0, tokens]
+            maybe_M = (self.firsts_PM[0] <= numbers_T.max()) & (numbers_T.min() < self.ends_PM[0])
+            keys_N = maybe_M.nonzero()[:, 0]  # of a long row few, for each of which every token is asked
+            visible_TN = self.visible(window, tokens, keys_N)[0]
+            seen_by_all_N = visible_TN.all(0)
+            not_by_all_N = visible_TN.any(0) & ~seen_by_all_N
+            keys_S = torch.cat([keys_N[seen_by_all_N], keys_N[not_by_all_N]])
+            pieces.append(Piece(tokens, keys_S, ~visible_TN[:, not_by_all_N]))
         return pieces
 
     def blocks(self, window: int | None = None) -> BlockMask:

@@ -28,7 +28,7 @@ from llm_policy.grpo.arguments import WarmStartArguments
 from llm_policy.grpo.packing import may_share_prefix, pack_groups, packed_log_probabilities
 from llm_policy.grpo.tree_attention import goes_by_piece
 from llm_policy.hardware import give_memory_back
-from llm_policy.sampling import evaluating
+from llm_policy.sampling import common_prefix, evaluating
 
 Lesson = tuple[Messages, Sequence[str]]
 """A prompt and well-formed replies to it that differ in their answer alone."""
@@ -38,7 +38,9 @@ IsReply = Callable[[Messages, str], bool]
 REPORT_FILE = "report.json"
 SAMPLED_PROMPTS = 32  # for the estimate of the format validity
 CHECK_EVERY_STEPS, CHECKS = 5, 12  # at the shortest, and about so many
-REPLIES_PER_PASS = 12  # a bound on memory; two cores are as fast with 12 as with 44
+# A bound on memory: the embedded model takes 1.3 GB for 1,000 of them, and twice as many are no faster (LOG.md)
+TOKENS_PER_PASS = 2048
+COMPARED, REPLIES_COMPARED = 12, 4  # lessons of which some are compared, and replies of each
 SAME_LOSS = 0.1  # nats a token: so far rounding goes, packed against plain rows
 
 
@@ -194,10 +196,6 @@ def teach_format(
     optimizer = torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
     report = {"steps": 0, "loss": float("nan"), "format_validity": 0.0}
-    device = next(model.parameters()).device
-    # A GPU takes more at a time; several processes share the passes out
-    replies_per_pass = REPLIES_PER_PASS * (4 if device.type == "cuda" and processes.count() == 1 else 1)
-    prompts_per_pass = max(1, replies_per_pass // len(lessons[0][1]))
     check_every = max(CHECK_EVERY_STEPS, max_steps // CHECKS)
     if unfinished:
         unfinished.take_up(model, optimizer, generator, report)
@@ -213,19 +211,7 @@ def teach_format(
             for group in optimizer.param_groups:  # at the full rate a long thought stays unsure
                 group["lr"] = learning_rate * min(1.0, 2 * (1 - (step - 1) / max_steps))
             order = torch.randperm(len(lessons), generator=generator)[:prompts_per_step].tolist()
-            loss, as_taught = (torch.zeros((), device=device) for _ in range(2))
-            # Those of a pass are alike in length, or much of it would be padding
-            chosen = sorted((lessons[i] for i in order), key=lambda lesson: len(lesson[1][0]))
-            tokens = [sum(len(reply_token_ids(reply, reader.tokenizer)) for reply in replies) for _, replies in chosen]
-            chunks = range(0, len(order), prompts_per_pass)
-            for first in chunks[processes.index() :: processes.count()]:  # not all long ones to the last process
-                chunk = slice(first, first + prompts_per_pass)
-                batch = [(prompt, reply) for prompt, replies in chosen[chunk] for reply in replies]
-                log_probabilities = reply_log_probabilities(model, reader, batch, packed)
-                chunk_loss = -torch.cat(log_probabilities).mean() * (sum(tokens[chunk]) / sum(tokens))
-                chunk_loss.backward()
-                loss += chunk_loss.detach()
-                as_taught += sum(log_p.detach().sum().exp() for log_p in log_probabilities) / len(order)
+            loss, as_taught = add_gradient(model, reader, [lessons[i] for i in order], packed)
             share_gradient(parameters)
             processes.add_up([loss, as_taught])
             if not math.isfinite(loss):
@@ -308,6 +294,53 @@ class Unfinished:
         print(f"warm start: goes on after step {report['steps']}", flush=True)
 
 
+def add_gradient(
+    model: PeftModel, reader: Reader, lessons: Sequence[Lesson], packed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add the gradient of the lessons' `reply_loss` to the parameters', in passes that all processes share.
+
+    Returns:
+        What this process computed of the loss, and of the probability that a lesson's reply, any of them, is sampled.
+    """
+    device = next(model.parameters()).device
+    # Those of a pass are alike in length, or much of it would be padding
+    lessons = sorted(lessons, key=lambda lesson: len(lesson[1][0]))
+    replies = [[reply_token_ids(reply, reader.tokenizer) for reply in replies] for _, replies in lessons]
+    tokens = [sum(map(len, of_one)) for of_one in replies]
+    prompts = [len(reader.prompt(prompt)) for prompt, _ in lessons]
+    sizes = [
+        prompt + sum(map(len, of_one)) - (len(of_one) - 1) * len(common_prefix(of_one))
+        if packed
+        else sum(prompt + len(reply) for reply in of_one)
+        for prompt, of_one in zip(prompts, replies, strict=True)
+    ]
+    at_once = TOKENS_PER_PASS * (4 if device.type == "cuda" else 1)  # a GPU takes more at a time
+    chunks = chunked(sizes, min(at_once, -(-sum(sizes) // processes.count())))
+    loss, as_taught = (torch.zeros((), device=device) for _ in range(2))
+    for chunk in chunks[processes.index() :: processes.count()]:  # not all long ones to the last process
+        batch = [(prompt, reply) for prompt, replies in lessons[chunk] for reply in replies]
+        log_probabilities = reply_log_probabilities(model, reader, batch, packed)
+        chunk_loss = -torch.cat(log_probabilities).mean() * (sum(tokens[chunk]) / sum(tokens))
+        chunk_loss.backward()
+        loss += chunk_loss.detach()
+        as_taught += sum(log_p.detach().sum().exp() for log_p in log_probabilities) / len(lessons)
+    return loss, as_taught
+
+
+def chunked(sizes: Sequence[int], at_once: int) -> list[slice]:
+    """Neighbours that together are no larger than `at_once`; one that is larger alone.
+
+    >>> chunked([3, 4, 5, 20, 1], 8)
+    [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None), slice(4, 5, None)]
+    """
+    chunks, first = [], 0
+    for end in range(1, len(sizes) + 1):
+        if end == len(sizes) or sum(sizes[first : end + 1]) > at_once:
+            chunks.append(slice(first, end))
+            first = end
+    return chunks
+
+
 def reply_loss(
     model: PeftModel, reader: Reader, batch: Sequence[tuple[Messages, str]], packed: bool = True
 ) -> torch.Tensor:
@@ -366,10 +399,10 @@ def packs(model: PeftModel, reader: Reader, lessons: Sequence[Lesson]) -> bool:
     Layers that mix neighbouring tokens (LFM2) see other branches of the tree, and some architectures take no such mask.
     Compared are two short ones of the first lessons, whose trees share a row if any do, and the longest.
     """
-    first_ones = [lessons[i] for i in range(min(len(lessons), REPLIES_PER_PASS))]  # some tasks make lessons without end
+    first_ones = [lessons[i] for i in range(min(len(lessons), COMPARED))]  # some tasks make lessons without end
     by_length = sorted(first_ones, key=lambda lesson: len(lesson[1][0]))
     compared = [*by_length[:2], by_length[-1]]
-    batch = [(prompt, reply) for prompt, replies in compared for reply in replies[: REPLIES_PER_PASS // 3]]
+    batch = [(prompt, reply) for prompt, replies in compared for reply in replies[:REPLIES_COMPARED]]
     with evaluating(model):  # under LoRA's dropout no two passes agree
         # One by one: the logits of all their prompts and tokens together took 8 GB with maps of 8x8 cells
         plain_ones = [p for one in batch for p in reply_log_probabilities(model, reader, [one], packed=False)]
