@@ -55,6 +55,8 @@ OF_LANGUAGE_MODELS = (*WORDS, "dtype")
 OWN_FILES = (EVALUATION_FILE, PICTURE_FILE, THOUGHTS_FILE)
 # What run.json says of what a run is judged on: the option that says it anew, and what it is called
 SAID_BY = {"maps": ("map", "maps"), "held_out": ("test_dataset", "questions")}
+# How a run held questions out, which says nothing of others: all that are named are asked, of all runs alike
+OF_HELD_OUT = ("split_seed", "test_questions")
 
 
 @dataclass
@@ -73,7 +75,11 @@ class EvaluationArguments:
         default=None, metadata={"help": "Step limit. Default: the run's (PPO, TRPO), else the environment's."}
     )
     test_dataset: str | None = field(
-        default=None, metadata={"help": "Questions: samples, a .jsonl or .csv file, or hub/id. Default: the run's."}
+        default=None,
+        metadata={
+            "help": "Questions, all of them, of which a run may know some: samples, a .jsonl or .csv file, or hub/id. "
+            "Default: what the run held out."
+        },
     )
     samples_per_state: int = field(default=16, metadata={"help": "Completions per state; 0: greedy only."})
     episodes: int | None = field(
@@ -172,7 +178,8 @@ def judge_of(arguments: EvaluationArguments, settings: dict, reader: Reader | No
             raise InputError(f"--{name} {value}: the task {task} has no such choice; leave it out")
     for replaced, (name, _) in SAID_BY.items():
         if getattr(arguments, name) is not None:
-            settings = {key: value for key, value in settings.items() if key != replaced}
+            of_run = (replaced, *(OF_HELD_OUT if name == "test_dataset" else ()))
+            settings = {key: value for key, value in settings.items() if key not in of_run}
     above = {name: value for name, value in given.items() if name in OVERRIDES}
     return module.make_judge(settings | above, reader, arguments.episodes or 1000, arguments.seed or 0)
 

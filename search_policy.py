@@ -141,6 +141,11 @@ def is_finished(folder: Path, arguments: Arguments) -> bool:
         raise InputError(f"--output_dir {folder}: holds a run; choose another folder, delete it, or take --resume auto")
     records = read_log(folder / LOG_FILE) if (folder / LOG_FILE).exists() else []  # a damaged one is refused here
     is_answered = any(record["kind"] == "answer" for record in records)
+    if is_answered and not (folder / RUN_FILE).exists():
+        raise InputError(
+            f"{folder / RUN_FILE}: is gone, and it says which model gave the answers in {LOG_FILE}; put it back, or "
+            "choose another --output_dir"
+        )
     check_same_run(folder, arguments, FREE_TO_CHANGE if is_answered else FREE_TO_CHANGE | BEFORE_AN_ANSWER)
     return (folder / EVALUATION_FILE).exists() and (folder / RESULT_FILE).exists()
 

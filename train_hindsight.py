@@ -125,7 +125,7 @@ def train(options: Options) -> int:
     stop.leave_if_received(f"before the first epoch: {RESUME} begins again")
     run_files.check_made_from(folder, job.made_from)
     if resume:
-        stages.unfinish(folder)
+        stages.unfinish(resume, task.logs)
     settings = job.judge_settings(TASK, folders) | {"learner": options.learner}
     job.write_run_files(options.groups, options.config, settings, this_device())
 

@@ -188,7 +188,7 @@ def train(options: Options) -> int:
         if resume and training.resume_from_checkpoint != "auto":
             supersede(resume)
         if resume:
-            stages.unfinish(output_dir)
+            stages.unfinish(resume, task.logs)
         settings = job.judge_settings(script.task, folders)
         job.write_run_files(options.groups, options.config, settings, training.device)
     if resume:

@@ -198,6 +198,17 @@ def _unmark(folder: Path) -> None:
         (folder / COMPLETE_MARK).replace(folder / BEGUN_MARK)
 
 
+def cut_logs(checkpoint: Path, names: Iterable[str]) -> None:
+    """Bring logs of the run, those of `names` that grow, back to where they were when `checkpoint` was written."""
+    listed = LISTED.validate_json((checkpoint / COMPLETE_MARK).read_bytes())
+    for name in names:
+        file = checkpoint.parent / name
+        size, _ = listed.get(os.path.relpath(file, checkpoint), (None, ""))
+        if size is not None and file.suffix == GROWING:
+            with writing(file, f"then {RESUME}"), file.open("r+b") as stream:
+                stream.truncate(size)
+
+
 def keep_newest(output_dir: Path, most: int) -> None:
     """Delete whole checkpoints but the `most` with the most steps, and nobody's copies under another name."""
     marked = _marked(output_dir)

@@ -72,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if have_met.is_set():
             raise InputError("the launcher of another node has ended, and its own message says why") from error
         raise InputError(no_meeting(args.rdzv_endpoint)) from error
-    except ValueError as error:  # torch's own check of its options
+    except (ValueError, AssertionError, RuntimeError) as error:  # torch's own checks of its options
+        if isinstance(error, RuntimeError) and have_met.is_set():
+            raise
         raise InputError(f"{' '.join(str(error).split())}; torchrun --help lists the options") from error
     return 0
 

@@ -36,7 +36,7 @@ prepare(__name__)
 from llm_policy.command_line import EXIT_CODES, option_name, parse_arguments, read_option, take_config
 from llm_policy.errors import EXIT_INPUT_ERROR, InputError, check_choices, ended_by, run_script, writing
 from llm_policy.reading import read_text
-from llm_policy.run_files import EVALUATION_FILE
+from llm_policy.run_files import EVALUATION_FILE, RUN_FILE
 
 ROOT = Path(__file__).resolve().parent.parent
 KEPT = (
@@ -221,7 +221,8 @@ def timed_run(command: Sequence[str], run: Path) -> int:
     try:
         code = run_to_its_end(command)
     finally:
-        if not was_finished and code != EXIT_INPUT_ERROR:
+        has_begun = (run / RUN_FILE).exists()  # what is refused before has taken no time
+        if not was_finished and (has_begun or code != EXIT_INPUT_ERROR):
             make_folder(run)
             (run / "minutes.txt").write_text(f"{before + (time.perf_counter() - started) / 60:.2f}\n")
     if code == 0 and not (run / EVALUATION_FILE).exists():
@@ -323,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code < 0:
             return interrupted(f"seed {seed}", code)
         if code:
-            return refused(target, is_new and number == 1, code)
+            return refused(target, is_new and number == 1 and not (run / RUN_FILE).exists(), code)
         keep_files(run, target / run.name)
     print(f"{target.relative_to(ROOT)}: finished {', '.join(f'seed-{seed}' for seed in arguments.seeds)}")
     return 0

@@ -65,8 +65,8 @@ def test_passing_troubles_are_waited_for(troubles, requests):
 
 LASTING = [
     # reply, requests until it is given up, what the line says
-    (429, 3, "status 429, rate-limited after 2 more tries; the history is kept"),
-    (500, 3, "status 500 after 2 more tries"),
+    (429, 3, "status 429, rate-limited after at most 2 more tries; the history is kept"),
+    (500, 3, "status 500 after at most 2 more tries"),
     (401, 1, "status 401, refuses the key; check OPENAI_API_KEY"),
     (403, 1, "status 403, refuses the key"),
     (404, 1, "status 404; check --base_url and --model_name model-1"),

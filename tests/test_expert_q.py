@@ -242,6 +242,8 @@ def test_no_file_of_others_stands_in_the_way(tmp_path):
         ["--batches", "100000", "--episodes_per_batch", "1", "--method", "q_learning"],
         ["--random_maps", "100000", "--map_size", "64"],
         ["--map_size", "8"],
+        ["--q_learning_steps", "3000"],
+        ["--episodes_per_batch", "4", "--rows", "states"],
         ["--map", "8x8", "--random_maps", "5"],
         ["--random_maps", "3", "--env_id", "Taxi-v4"],
         ["--is_slippery", "false", "--env_id", "CliffWalking-v1"],

@@ -124,14 +124,26 @@ def test_a_weight_that_is_no_number_ends_the_run(monkeypatch):
 def test_programs_of_a_batch_are_taught_some_at_a_time(monkeypatch):
     """However many pass through the model together: memory is bounded, and what is learnt is the same."""
     lessons = [attempt(str(i), 0.5, "yes " * (1 + i)) for i in range(5)]
+    passes = []
+    pack_groups = warm_start.pack_groups
+
+    def spying(prompts, *others, **options):
+        passes.append(len(prompts))
+        return pack_groups(prompts, *others, **options)
+
+    monkeypatch.setattr(warm_start, "pack_groups", spying)
 
     def learnt(tokens: int) -> tuple[float, dict[str, torch.Tensor]]:
         monkeypatch.setattr(warm_start, "TOKENS_PER_PASS", tokens)
         pupil = learner()
+        passes.clear()
         loss = pupil.learn(lessons)
         return loss, {name: p for name, p in pupil.model.named_parameters() if p.requires_grad}
 
-    (loss, weights), (loss_in_parts, weights_in_parts) = learnt(10_000), learnt(1)
+    loss, weights = learnt(10_000)
+    assert passes == [3, 2, 2, 1]  # compared with plain rows, then batch by batch
+    loss_in_parts, weights_in_parts = learnt(1)
+    assert passes == [3, 1, 1, 1, 1, 1]
     assert loss_in_parts == pytest.approx(loss, rel=1e-3)
     for name, weight in weights.items():
         torch.testing.assert_close(weights_in_parts[name], weight, rtol=1e-2, atol=2e-4)
@@ -337,6 +349,20 @@ def test_a_resumed_run_is_the_uninterrupted_one(answering_llama, tmp_path, capfd
     assert one[0]["lessons"] == 8
     checkpoints = {path.name for path in (tmp_path / "cut").glob("checkpoint-*")}
     assert checkpoints == {"checkpoint-3", copy.name}
+
+
+def test_what_was_found_behind_the_checkpoint_is_none_of_a_resumed_run(answering_llama, tmp_path):
+    """A kill while an epoch is taught leaves its best program in the log, and the run may be shortened to the last."""
+    argv = arguments_of(answering_llama, tmp_path / "shared", tmp_path / "run", "--epochs", "1")
+    assert train_hindsight.main(argv) == 0
+    for name in ("evaluation.json", "COMPLETE"):
+        (tmp_path / "run" / name).unlink()
+    log = tmp_path / "run/found.jsonl"
+    before = log.read_text()
+    log.write_text(before + json.dumps({"share": 1.0, "generation": 99, "code": ""}) + "\nx")
+    assert train_hindsight.main([*argv, "--resume_from_checkpoint", "auto"]) == 0
+    assert log.read_text() == before
+    assert json.loads((tmp_path / "run/evaluation.json").read_text())["found"]["generation"] < 99
 
 
 @pytest.mark.parametrize(("most", "is_refused"), [(3, True), (4, False), (9, False), (-1, False)])

@@ -1,5 +1,6 @@
 """Exact values against published numbers, linear solves and searches that share no code with the module."""
 
+import re
 from collections import deque
 from fractions import Fraction
 from types import SimpleNamespace
@@ -209,6 +210,24 @@ def test_who_earns_nothing_any_more_has_what_was_earned():
     assert policy_return(mdp, np.eye(2)[[0, 0]]) == 1.0
     assert policy_return(mdp, np.eye(2)[[1, 0]]) == 0.0
     assert optimal_return(mdp) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "words"),
+    [
+        ([(1.0, 2, 0.0, False)], "state 1, action 1: 2 is no state, expected 0 to 1"),
+        ([(1.0, -1, 0.0, False)], "state 1, action 1: -1 is no state, expected 0 to 1"),
+        ([(1.0, 0, 0.0)], "its table is no P[state][action] = [(probability, next state, reward, done), ...]"),
+        (None, "its table is no P[state][action] = [(probability, next state, reward, done), ...]"),
+    ],
+)
+def test_a_table_that_leads_out_of_itself(outcomes, words):
+    table = {0: {a: [(1.0, 1, 1.0, False)] for a in range(2)}, 1: {0: [(1.0, 0, 0.0, False)], 1: outcomes}}
+    if outcomes is None:
+        del table[1][1]
+    with pytest.raises(InputError, match=re.escape(words)) as error:
+        mdp_from_env(SimpleNamespace(P=table, initial_state_distrib=[1.0, 0.0]))
+    assert "\n" not in str(error.value)
 
 
 def test_a_loss_far_ahead_is_seen_before_a_loop_that_costs_nothing():

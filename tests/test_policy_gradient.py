@@ -843,6 +843,7 @@ def test_a_configuration_fits_its_algorithm_and_comes_out_even(model, file):
     if name == "HalfCheetah":
         pytest.importorskip("mujoco", reason="requirements-mujoco.txt")
     assert default_config(env_id, algorithm, actor) == file
+    assert default_config(f"mine/{env_id}", algorithm, actor) is None, "another environment of that name"
     options = ["--env_id", env_id, "--algorithm", algorithm, "--actor", actor]
     options += [] if actor == "mlp" else ["--model_name_or_path", str(model)]
     arguments, config = read_arguments(options, "a test")

@@ -413,6 +413,9 @@ def test_a_log_file_hears_once_a_minute_how_far_long_work_is(is_terminal, monkey
         ("--nproc_per_node", "-1", "expected at least one process"),
         ("--nproc_per_node", "abc", "abc"),
         ("--nnodes", "two", "two"),
+        ("--nnodes", "0", "nnodes|nodes"),
+        ("--nnodes", "1:2:3", "1:2:3"),
+        ("--max_restarts", "-1", "max_restarts"),
     ],
 )
 def test_a_wrong_number_of_processes_is_one_line(option, value, words, monkeypatch):

@@ -144,7 +144,7 @@ BAD = {
     "nine options": (
         "a.jsonl", json.dumps({"question": "?", "answer": "a", "options": list("abcdefghi")}), "column options: 9 of",
     ),
-    "no JSON": ("a.jsonl", GOOD + "{", "cannot be read ("),
+    "no JSON": ("a.jsonl", GOOD + "{", "line 2: cannot be read ("),
     "not UTF-8": ("a.jsonl", b'{"question": "\xff"}', "is not UTF-8"),
     "another answer": ("a.jsonl", GOOD + GOOD.replace("piano", "lock"), "line 2: asks again what had"),
     "aliases of another kind": ("a.jsonl", '{"question": "?", "answer": "x", "aliases": [1]}', "column aliases: [1]"),

@@ -452,9 +452,12 @@ def test_other_games_section(results):
     ]  # fmt: skip
 
 
-def write_drawn(folder, best: tuple[float, ...], learner: str | None = None, sampled: bool = True) -> None:
+def write_drawn(
+    folder, best: tuple[float, ...], learner: str | None = None, sampled: bool = True, model: str = "Llama-1B"
+) -> None:
     """A finished seed of the drawing task: the best program of each batch."""
     folder.mkdir(parents=True)
+    (folder / "resolved_config.yaml").write_text(f"model_name_or_path: data/models/{model}\n")
     run = {"target": "5-vertical-lines", "learner": learner, "commit": "b" * 40}
     (folder / "run.json").write_text(json.dumps({name: value for name, value in run.items() if value}))
     names = ["trained, greedy", *(["trained, sampled"] if sampled else [])]
@@ -473,29 +476,40 @@ def write_drawn(folder, best: tuple[float, ...], learner: str | None = None, sam
 def test_drawing_section(results):
     write_drawn(results / "drawing/lines_grpo/seed-1", (0.4, 0.6))
     write_drawn(results / "drawing/lines_hindsight/seed-1", (0.6, 0.8, 1.0), "hindsight")
+    write_drawn(results / "drawing/another_model/seed-1", (1.0,), model="Qwen-1B.gguf")
     rows = [cells(row) for row in drawing.drawing_section(drawing.drawings()).splitlines()[2:]]
     assert rows == [
         [
-            "5-vertical-lines", "[GRPO](results/drawing/lines_grpo)", "**0 of 1**", "none", "32", "1.0", "2",
-            "0.40 0.20", "0.60 0.30", "0.75 3/64", "4.5", WHEN,
+            "5-vertical-lines", "Llama-1B", "[GRPO](results/drawing/lines_grpo)", "**0 of 1**", "none", "32", "1.0",
+            "2", "0.40 0.20", "0.60 0.30", "0.75 3/64", "4.5", WHEN,
         ],
         [
-            "5-vertical-lines", "[hindsight replay](results/drawing/lines_hindsight)", "**1 of 1**", "45", "48", "1.5",
-            "3", "0.60 0.30", "1.00 0.50", "0.75 3/64", "4.5", WHEN,
+            "5-vertical-lines", "Llama-1B", "[hindsight replay](results/drawing/lines_hindsight)", "**1 of 1**", "45",
+            "48", "1.5", "3", "0.60 0.30", "1.00 0.50", "0.75 3/64", "4.5", WHEN,
+        ],
+        [
+            "5-vertical-lines", "Qwen-1B", "[GRPO](results/drawing/another_model)", "**1 of 1**", "13", "16", "0.5",
+            "1", "1.00 0.50", "1.00 0.50", "0.75 3/64", "4.5", WHEN,
         ],
     ]  # fmt: skip
     drawing.write_drawing_curves()
     pictures = {file.name for file in (results.parent / "docs/pictures").iterdir()}
-    assert pictures == {f"drawing_5_vertical_lines_{axis}.png" for axis in ("generations", "minutes")}
+    assert pictures == {
+        f"drawing_5_vertical_lines_{model}_{axis}.png"
+        for model in ("llama_1b", "qwen_1b")
+        for axis in ("generations", "minutes")
+    }
 
 
 def test_a_drawing_without_samples_has_an_empty_cell(results):
     write_drawn(results / "drawing/lines_grpo/seed-1", (0.4, 0.6), sampled=False)
     (row,) = [cells(row) for row in drawing.drawing_section(drawing.drawings()).splitlines()[2:]]
-    assert row[9] == ""
+    assert row[10] == ""
 
 
-@pytest.mark.parametrize("name", ["evaluation.json", "run.json", "metrics.jsonl", "minutes.txt"])
+@pytest.mark.parametrize(
+    "name", ["evaluation.json", "run.json", "metrics.jsonl", "minutes.txt", "resolved_config.yaml"]
+)
 @pytest.mark.parametrize("text", ["", "{}", "[]", "null", '{"a": ', "\x00"])
 def test_a_damaged_drawing_is_one_line(results, name, text):
     folder = results / "drawing/lines/seed-1"
@@ -799,6 +813,21 @@ def test_search_section(results):
     assert "| 2 | **0.2000** (0.3000, 0.1000) | 400, 400 | 2.5, 2.5 |" in lines[5]
     assert "**0.3000** (0.4000, 0.2000)" in lines[6]  # within the limit, greedy
     assert [cells(line)[-1] for line in lines[2:]] == ["2026-11-21, ccccccc"] * 4 + [WHEN, ""]
+
+
+def test_others_rows_stand_once_below_all_searches_of_a_game(results):
+    (results / "canonical/canonical_slippery").rename(results / "canonical/natural_slippery")
+    for name in ("props_a", "props_c"):
+        write_search(results / "policy_search" / name)
+    write_search(folder := results / "policy_search/props_b")
+    for file in folder.glob("*/evaluation.json"):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"env_options": {"is_slippery": False}}))
+    lines = report.all_sections(lakes.training_results())["search"].splitlines()
+    searched = ["optimal", "random search", "hill climbing", "ProPS, model"]
+    published = "*PPO, published*"
+    assert [cells(line)[1] for line in lines[2:]] == [
+        *searched, *searched, "GRPO, this repository", published, *searched, published,
+    ]  # fmt: skip
 
 
 def test_another_lake_has_a_row_of_its_own(results):

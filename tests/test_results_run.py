@@ -101,6 +101,21 @@ def test_a_refused_call_takes_no_minutes(started, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("runs/kl/*/minutes.txt"))
 
 
+def test_a_run_that_fails_after_hours_keeps_its_minutes_and_its_command(started, tmp_path, monkeypatch):
+    """A full disk or an endpoint that is gone ends with the code of a refusal, too."""
+
+    def fail(command):
+        folder = tmp_path / command[command.index("--output_dir") + 1]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.json").write_text("{}")
+        return 2
+
+    monkeypatch.setattr(results_run, "run_to_its_end", fail)
+    assert results_run.main(KL) == 2
+    assert len(list(tmp_path.glob("runs/kl/seed-4/minutes.txt"))) == 1
+    assert (tmp_path / "results/ablations/kl/command.txt").exists()
+
+
 def test_a_run_that_is_killed_is_named(started, monkeypatch, capsys):
     monkeypatch.setattr(results_run, "run_to_its_end", lambda command: -9)
     assert results_run.main(KL) == 137

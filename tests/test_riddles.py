@@ -14,6 +14,7 @@ import train_script
 from llm_policy.errors import InputError
 from llm_policy.models import load_tokenizer
 from tasks.questions.data import normalised
+from tasks.questions.judge import QuestionJudge
 from tasks.riddles import PYRIDDLE, WORDS, Arguments, make_judge, make_task, read_riddles, riddle, riddles
 
 TASK = ("--task", "riddles", "--config", "configs/riddles_laptop.yaml", "--report_to", "none")
@@ -184,6 +185,47 @@ def test_a_run_is_judged_on_the_questions_that_it_was_asked(answering_llama, tmp
         evaluate_policy.main([*judged, *map(str, outs)])
 
 
+def test_two_runs_are_asked_the_same_of_another_file(answering_llama, tmp_path, monkeypatch):
+    """In one order of options, and all of it, whatever each of them held out."""
+    outs = [tmp_path / name for name in ("one", "two")]
+    for seed, out in enumerate(outs, start=1):
+        kinds = ("--dataset", "data/samples/kinds.jsonl", "--by_letter", "true", "--samples_per_state", 0)
+        more = ("--warm_start", "never", "--max_steps", 1, "--seed", seed, "--test_questions", 3 * seed)
+        assert train_script.main(small_run(answering_llama, out, *kinds, *more)) == 0
+    seen = []
+    answers = QuestionJudge.answers
+
+    def spying(judge, *arguments):
+        seen.append(judge.questions)
+        return answers(judge, *arguments)
+
+    monkeypatch.setattr(QuestionJudge, "answers", spying)
+    judged = ["--samples_per_state", "0", "--test_dataset", "data/samples/kinds.jsonl", "--policies"]
+    assert evaluate_policy.main([*judged, *map(str, outs), "--output_dir", str(tmp_path / "judged")]) == 0
+    one, two = seen
+    assert one == two
+    asked = json.loads((tmp_path / "judged/evaluation.json").read_text())["questions"]
+    assert [q["options"] for q in asked] == [list(question.options) for question in one]
+    assert len(one) > 6
+
+
+def test_a_reply_is_one_of_its_own_question(answering_llama, tmp_path):
+    """Of a file in which some questions have options, and others any word for an answer."""
+    rows = [{"question": f"What is {i}?", "answer": f"word{i}"} for i in range(12)]
+    rows += [
+        {"question": f"Who flies, {i}?", "answer": f"robin {i}", "options": [f"robin {i}", f"oak {i}"]}
+        for i in range(12)
+    ]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    training, tokenizer = SimpleNamespace(seed=0, max_completion_length=64), load_tokenizer(answering_llama)
+    task = make_task(asked(dataset=str(tmp_path / "mixed.jsonl")), training, tokenizer)
+    assert all(task.is_reply(prompt, text) for prompt, replies in task.lessons for text in replies)
+    free, chosen = ([p for p, _ in task.lessons if word in p[-1]["content"]] for word in ("What", "Who"))
+    assert task.is_reply(free[0], WORDS.reply("anything"))
+    assert not task.is_reply(chosen[0], WORDS.reply("anything"))
+    assert not task.is_reply(free[0], "robin")
+
+
 def test_a_supervised_objective_needs_letters(answering_llama, tmp_path):
     with pytest.raises(InputError, match="--objective natural: --task riddles knows no reward for every legal answer"):
         train_script.main(small_run(answering_llama, tmp_path / "out", "--objective", "natural"))
@@ -212,7 +254,7 @@ def test_judging_on_another_file(answering_llama, tmp_path, capsys):
     judged = ["--policies", str(out), "constant:piano", "--samples_per_state", "0"]
     assert evaluate_policy.main([*judged, "--test_dataset", str(tmp_path / "mine.jsonl")]) == 0
     assert "constant:piano" in (printed := capsys.readouterr().out)
-    assert "1 held-out questions of" in printed
+    assert "1 questions of" in printed  # not held out: another run may have been trained on it
 
 
 def test_the_warm_start_teaches_no_label(answering_llama):

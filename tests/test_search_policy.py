@@ -207,7 +207,7 @@ def test_a_run_whose_endpoint_went_down_resumes(tmp_path, capsys):
     assert leaving.value.code == 2
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
-    assert "status 500 after 1 more tries" in line
+    assert "status 500 after at most 1 more tries" in line
     assert "the same command resumes" in line
     assert not (out / "evaluation.json").exists()
     with stub_endpoint(GOOD) as server:  # elsewhere
@@ -546,6 +546,9 @@ def test_an_endpoint_that_refused_the_first_question_may_be_asked_otherwise(tmp_
         "tokens_in": 1, "tokens_out": 1, "seconds": 0.1,
     }  # fmt: skip
     (tmp_path / "answers.jsonl").write_text(f"{json.dumps(rollout)}\n{json.dumps(answer)}\n")
+    with pytest.raises(InputError, match=r"run\.json: is gone, and it says which model gave the answers in answers"):
+        search_policy.is_finished(tmp_path, begun)
+    (tmp_path / "run.json").write_text("{}")
     with pytest.raises(InputError, match=r"--model_name right: .* was begun with typo"):
         search_policy.is_finished(tmp_path, mended)
 

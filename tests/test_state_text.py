@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from llm_policy.environments.gym_env import make_gym_environment
+from llm_policy.errors import InputError
 from llm_policy.policy_gradient.state_text import NAMES, text_of_states, vector_text
 
 
@@ -44,6 +45,28 @@ def test_another_environment_of_a_known_name_has_bare_numbers():
 
     gymnasium.register("mine/CartPole-v0", Six, max_episode_steps=10)
     assert text_of_states(make_gym_environment("mine/CartPole-v0"))(np.zeros(6)) == " ".join(["0.00"] * 6)
+
+
+class Cells(gymnasium.Env):
+    """A game of somebody's own with 24 cells."""
+
+    observation_space, action_space = gymnasium.spaces.Discrete(24), gymnasium.spaces.Discrete(4)
+
+
+def test_another_game_of_a_known_name_has_bare_numbers():
+    gymnasium.register("mine/CliffWalking-v0", Cells, max_episode_steps=10)
+    assert text_of_states(make_gym_environment("mine/CliffWalking-v0"))(np.eye(24)[23]) == "state 23"
+
+
+def test_another_table_under_a_known_name_is_refused():
+    gymnasium.register("CliffWalking-v7", Cells, max_episode_steps=10)
+    try:
+        with pytest.raises(
+            InputError, match=r"^--env_id CliffWalking-v7: has 24 states, and CliffWalking knows how 48"
+        ):
+            text_of_states(make_gym_environment("CliffWalking-v7"))
+    finally:
+        del gymnasium.registry["CliffWalking-v7"]
 
 
 def test_other_tables_have_the_text_of_their_task():

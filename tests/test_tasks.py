@@ -20,7 +20,7 @@ import train_script
 from llm_policy.environments import expert_q
 from llm_policy.environments.gym_env import make_gym_environment
 from llm_policy.environments.gym_table import GymTable
-from llm_policy.environments.judge import baseline_policy, simulated_successes
+from llm_policy.environments.judge import baseline_policy, evaluate_policies, simulated_successes
 from llm_policy.environments.mdp import optimal_q
 from llm_policy.environments.policy_table import constant_policy, score_policy, uniform_policy
 from llm_policy.errors import InputError, run_script
@@ -160,7 +160,7 @@ def key_room(monkeypatch, tmp_path):
     monkeypatch.setattr(GymTable, "known", dict(GymTable.known))
     yield importlib.import_module("key_room")
     del sys.modules["key_room"]
-    for env_id in ("KeyRoom-v0", "PitRoom-v0", "WindyRoom-v0"):
+    for env_id in ("KeyRoom-v0", "PitRoom-v0", "WindyRoom-v0", "EndlessRoom-v0"):
         gymnasium.registry.pop(env_id, None)
 
 
@@ -217,6 +217,21 @@ def test_a_game_that_ends_badly_has_to_say_so(key_room):
     assert said.success_mdp.rewards_SA.sum() == 2 + 2  # from the last cell itself, where nobody comes
     # Who falls into the pit ends the episode, and has not succeeded
     assert simulated_successes(said, constant_policy(20, down, 4), None, 3, seed=0) == 0
+
+
+def test_a_game_that_time_alone_ends_is_judged_without_an_optimum(key_room):
+    """Its rewards never end, so that no policy is the best one without a limit."""
+
+    class Endless(key_room.KeyRoomEnv):
+        def outcome(self, state, action):
+            probability, next_state, reward, _ = super().outcome(state, action)
+            return probability, next_state, reward, False
+
+    gymnasium.register("EndlessRoom-v0", Endless, max_episode_steps=30)
+    endless = type("EndlessRoom", (key_room.KeyRoom,), {"env_id": "EndlessRoom-v0"})()
+    judged = evaluate_policies({"mine": [constant_policy(20, 0, 4)]}, [endless], episodes=2)
+    assert [one.name for one in judged] == ["uniform random", judged[1].name, "mine"]
+    assert judged[0].mean("optimal_return") > judged[0].mean("return_at_horizon")
 
 
 def test_a_game_with_chance_has_no_learner_from_samples(key_room):

@@ -110,6 +110,12 @@ class ExpertOptions:
             raise InputError(f"--{given[0]} {of_lakes[given[0]]}: is for lakes; {self.env_id} has no such choice")
         if "map" in given and self.random_maps:
             raise InputError(f"--map {self.map} with --random_maps {self.random_maps}: give one of the two")
+        for option, value, is_read, of in (
+            ("q_learning_steps", self.q_learning_steps, self.method == "q_learning", "--method q_learning"),
+            ("episodes_per_batch", self.episodes_per_batch, self.rows == "episodes", "--rows episodes"),
+        ):
+            if value != type(self).__dataclass_fields__[option].default and not is_read:
+                raise InputError(f"--{option} {value}: is for {of}; give that, or leave it out")
         if "map_size" in given and not self.random_maps:
             raise InputError(
                 f"--map_size {self.map_size}: is of random maps; give --random_maps, or a --map of that size"

@@ -152,7 +152,16 @@ def plain_name(env_id: str) -> str:
     >>> plain_name("me/Key-Room-v0"), plain_name("CartPole")
     ('Key-Room', 'CartPole')
     """
-    return re.sub(r"-v\d+$", "", env_id.rpartition("/")[2])
+    return unversioned(env_id.rpartition("/")[2])
+
+
+def unversioned(env_id: str) -> str:
+    """Without module and version.
+
+    >>> unversioned("rooms:me/Key-Room-v0"), unversioned("CartPole")
+    ('me/Key-Room', 'CartPole')
+    """
+    return re.sub(r"-v\d+$", "", env_id.rpartition(":")[2])
 
 
 def folder_name(env_id: str) -> str:

@@ -5,6 +5,7 @@ Axes: S states, A actions, N acting states of all environments, R learners.
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,6 +30,7 @@ from llm_policy.environments.policy_table import (
     uniform_policy,
 )
 from llm_policy.environments.table_environment import TableEnvironment
+from llm_policy.errors import InputError
 from llm_policy.run_files import save_judgement
 from llm_policy.statistics import wilson_interval
 from llm_policy.tables import new_table
@@ -197,6 +199,8 @@ def evaluate_policies(
 ) -> list[EvaluatedPolicy]:
     """Judge each policy in every environment, with optimum, random and the best constant action in front.
 
+    Where rewards never end there is no optimum without a step limit, and its row is left out.
+
     Args:
         named_policies: name -> one `policy_SA` per environment.
         validities: name -> share of readable completions, for policies that a model gave.
@@ -207,8 +211,10 @@ def evaluate_policies(
     constants = [best_constant_action(environment, horizon_steps) for environment in environments]
     best_constant = "best constant action" + (f" ({actions[constants[0]]})" if len(set(constants)) == 1 else "")
     shapes = [environment.mdp.rewards_SA.shape for environment in environments]
-    rows = {
-        "optimal": [optimal_policy(environment.mdp) for environment in environments],
+    rows: dict[str, Sequence[np.ndarray]] = {}
+    with suppress(InputError):  # rewards that never end have no optimum without a limit
+        rows["optimal"] = [optimal_policy(environment.mdp) for environment in environments]
+    rows |= {
         "uniform random": [uniform_policy(*shape) for shape in shapes],
         best_constant: [constant_policy(shape[0], a, shape[1]) for shape, a in zip(shapes, constants, strict=True)],
         **named_policies,

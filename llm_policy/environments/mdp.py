@@ -76,6 +76,22 @@ def mdp_from_env(env) -> MDP:
     states, actions = len(table), len(table[0])
     if states > MOST_STATES:
         raise InputError(f"environment {name}: {states} states, at most {MOST_STATES}: solving takes their square")
+    try:
+        follow = {s: {a: [tuple(outcome) for outcome in table[s][a]] for a in range(actions)} for s in range(states)}
+        leads_out = {
+            f"state {s}, action {a}: {n}"
+            for s in follow
+            for a in follow[s]
+            for _, n, _, _ in follow[s][a]
+            if not 0 <= n < states
+        }
+    except (LookupError, TypeError, ValueError) as error:
+        raise InputError(
+            f"environment {name}: its table is no P[state][action] = [(probability, next state, reward, done), ...] "
+            f"of states 0 to {states - 1} and actions 0 to {actions - 1} ({error!r})"
+        ) from error
+    if leads_out:
+        raise InputError(f"environment {name}: {min(leads_out)} is no state, expected 0 to {states - 1}")
     outcomes = max(len(table[state][action]) for state in range(states) for action in range(actions))
     next_states_SAK = np.tile(np.arange(states)[:, None, None], (1, actions, outcomes))
     probabilities_SAK = np.zeros((states, actions, outcomes))

@@ -3,7 +3,7 @@
 A task is a `tasks.Task` here, a judge a `tasks.Judge`: this package knows no task.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -213,10 +213,16 @@ def save_policy(job: Job, trainer: PolicyTrainer, folders: Sequence[Path]) -> No
     processes.wait_for_files(job.output_dir, ADAPTER_FILES)
 
 
-def unfinish(output_dir: Path) -> None:
-    """Take away what a run had come to that now goes on, if anything: it would be judged as what comes of it."""
+def unfinish(checkpoint: Path, logs: Iterable[str]) -> None:
+    """Take away what a run had come to that now goes on from `checkpoint`: it would be judged as what comes of it.
+
+    Args:
+        logs: of its task, without those that scripts and trainer keep.
+    """
+    output_dir = checkpoint.parent
     for name in (run_files.EVALUATION_FILE, checkpoints.COMPLETE_MARK, run_files.RESULT_FILE, *ADAPTER_FILES):
         (output_dir / name).unlink(missing_ok=True)
+    checkpoints.cut_logs(checkpoint, logs)
 
 
 def finish(output_dir: Path, comparison, verdict: str) -> None:

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -303,22 +304,27 @@ def add_gradient(
         What this process computed of the loss, and of the probability that a lesson's reply, any of them, is sampled.
     """
     device = next(model.parameters()).device
-    # Those of a pass are alike in length, or much of it would be padding
-    lessons = sorted(lessons, key=lambda lesson: len(lesson[1][0]))
-    replies = [[reply_token_ids(reply, reader.tokenizer) for reply in replies] for _, replies in lessons]
-    tokens = [sum(map(len, of_one)) for of_one in replies]
-    prompts = [len(reader.prompt(prompt)) for prompt, _ in lessons]
-    sizes = [
-        prompt + sum(map(len, of_one)) - (len(of_one) - 1) * len(common_prefix(of_one))
-        if packed
-        else sum(prompt + len(reply) for reply in of_one)
-        for prompt, of_one in zip(prompts, replies, strict=True)
+    rows = [
+        [(len(reader.prompt(prompt)), reply_token_ids(r, reader.tokenizer)) for r in replies]
+        for prompt, replies in lessons
     ]
+    lengths = [[prompt + len(reply) for prompt, reply in of_one] for of_one in rows]
+    order = sorted(range(len(lessons)), key=lambda i: max(lengths[i]))  # or much of a pass would be padding
+    tokens = [sum(len(reply) for _, reply in rows[i]) for i in order]
+
+    def computed(chunk: slice) -> int:
+        """Tokens of a pass, with padding; what all prompts begin with is counted for each lesson."""
+        chosen = order[chunk]
+        if not packed:
+            return sum(len(rows[i]) for i in chosen) * max(max(lengths[i]) for i in chosen)
+        shared = [rows[i][0][0] + len(common_prefix([reply for _, reply in rows[i]])) for i in chosen]
+        return sum(sum(lengths[i]) - (len(rows[i]) - 1) * tree for i, tree in zip(chosen, shared, strict=True))
+
     at_once = TOKENS_PER_PASS * (4 if device.type == "cuda" else 1)  # a GPU takes more at a time
-    chunks = chunked(sizes, min(at_once, -(-sum(sizes) // processes.count())))
+    chunks = even_parts(len(lessons), processes.count(), lambda chunk: computed(chunk) <= at_once)
     loss, as_taught = (torch.zeros((), device=device) for _ in range(2))
     for chunk in chunks[processes.index() :: processes.count()]:  # not all long ones to the last process
-        batch = [(prompt, reply) for prompt, replies in lessons[chunk] for reply in replies]
+        batch = [(lessons[i][0], reply) for i in order[chunk] for reply in lessons[i][1]]
         log_probabilities = reply_log_probabilities(model, reader, batch, packed)
         chunk_loss = -torch.cat(log_probabilities).mean() * (sum(tokens[chunk]) / sum(tokens))
         chunk_loss.backward()
@@ -327,18 +333,19 @@ def add_gradient(
     return loss, as_taught
 
 
-def chunked(sizes: Sequence[int], at_once: int) -> list[slice]:
-    """Neighbours that together are no larger than `at_once`; one that is larger alone.
+def even_parts(count: int, multiple: int, fits: Callable[[slice], bool]) -> list[slice]:
+    """As few parts of `count` things as fit, the same number for each of `multiple` processes if it is large enough.
 
-    >>> chunked([3, 4, 5, 20, 1], 8)
-    [slice(0, 2, None), slice(2, 3, None), slice(3, 4, None), slice(4, 5, None)]
+    >>> even_parts(11, 4, lambda part: part.stop - part.start <= 3)
+    [slice(0, 2, None), slice(2, 5, None), slice(5, 8, None), slice(8, 11, None)]
     """
-    chunks, first = [], 0
-    for end in range(1, len(sizes) + 1):
-        if end == len(sizes) or sum(sizes[first : end + 1]) > at_once:
-            chunks.append(slice(first, end))
-            first = end
-    return chunks
+    wanted = multiple
+    while True:
+        bounds = [count * i // wanted for i in range(wanted + 1)]
+        parts = [slice(first, end) for first, end in pairwise(bounds) if first < end]
+        if all(part.stop - part.start == 1 or fits(part) for part in parts):
+            return parts
+        wanted += multiple
 
 
 def reply_loss(

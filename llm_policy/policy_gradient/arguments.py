@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch import nn
 
 from llm_policy.command_line import parse_arguments, read_option
-from llm_policy.environments.gym_env import folder_name, plain_name, read_env_options
+from llm_policy.environments.gym_env import folder_name, read_env_options, unversioned
 from llm_policy.errors import InputError, check_choices
 from llm_policy.models import DTYPES, EMBEDDED_MODEL
 from llm_policy.policy_gradient.text_encoder import POOLINGS
@@ -177,7 +177,7 @@ class PolicyGradientArguments:
 
 def default_config(env_id: str, algorithm: str, actor: str = "mlp") -> Path | None:
     """The settings for an environment, whatever its version, and for an actor if it has its own; None without any."""
-    name = plain_name(env_id).removesuffix("8x8")
+    name = unversioned(env_id).removesuffix("8x8")  # with the namespace of an environment of one's own
     files = [CONFIGS / algorithm / f"{name}{suffix}.yaml" for suffix in (f"-{actor}", "")]
     return next((file for file in files if file.is_file()), None)
 

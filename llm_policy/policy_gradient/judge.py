@@ -19,7 +19,7 @@ from stable_baselines3.common.evaluation import evaluate_policy
 
 from llm_policy.command_line import parse_arguments
 from llm_policy.environments.frozen_lake import FrozenLake, grid_text
-from llm_policy.environments.gym_env import GymEnvironment, lake_grid, plain_name, returns, seed_of
+from llm_policy.environments.gym_env import GymEnvironment, lake_grid, returns, seed_of, unversioned
 from llm_policy.environments.gym_table import GymTable
 from llm_policy.environments.judge import (
     evaluate_policies,
@@ -68,8 +68,7 @@ UNTRAINED, GREEDY, SAMPLED = "untrained, greedy", "trained, greedy", "trained, s
 
 def published_lines(environment: GymEnvironment) -> list[str]:
     """What others report of the environment as it usually is, as a line; [] where nothing is known."""
-    name = environment.env_id.rpartition("/")[2]
-    known = PUBLISHED.get(name) or PUBLISHED.get(plain_name(name), {})
+    known = PUBLISHED.get(environment.env_id) or PUBLISHED.get(unversioned(environment.env_id), {})
     figures = known if environment.is_usual else {}
     return ["published, not run here: " + "; ".join(f"{k} {v}" for k, v in figures.items())] if figures else []
 

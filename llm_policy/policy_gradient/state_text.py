@@ -14,8 +14,9 @@ from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 from gymnasium.spaces import Discrete
 
 from llm_policy.environments import frozen_lake
-from llm_policy.environments.gym_env import GymEnvironment, lake_grid, plain_name
+from llm_policy.environments.gym_env import GymEnvironment, lake_grid, plain_name, unversioned
 from llm_policy.environments.toy_text import gym_tables
+from llm_policy.errors import InputError
 
 StateText = Callable[[np.ndarray], str]
 """Vector that the actor is given -> text."""
@@ -47,10 +48,15 @@ def text_of_states(environment: GymEnvironment) -> StateText:
     if isinstance(observations, Discrete):
         text_of_state: Callable[[int], str] = "state {}".format
         tables = gym_tables()
-        any_version = {plain_name(env_id): table for env_id, table in tables.items()}
+        any_version = {unversioned(env_id): table for env_id, table in tables.items()}
         if isinstance(environment.env.unwrapped, FrozenLakeEnv):
             text_of_state = partial(frozen_lake.state_text, lake_grid(environment.env))
-        elif table := tables.get(environment.env_id) or any_version.get(name):
+        elif table := tables.get(environment.env_id) or any_version.get(unversioned(environment.env_id)):
+            if (states := table().mdp.start_S.size) != observations.n:
+                raise InputError(
+                    f"--env_id {environment.env_id}: has {observations.n} states, and {table.__name__} knows how "
+                    f"{states} read; register it under a name of its own"
+                )
             text_of_state = table().state_text
         texts = [text_of_state(state) for state in range(int(observations.n))]
         return lambda one_hot: texts[int(np.argmax(one_hot))]

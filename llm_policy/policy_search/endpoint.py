@@ -61,7 +61,8 @@ class EndpointProposer:
     """A chat model behind an OpenAI-compatible endpoint, through the official client.
 
     The client itself waits and tries again after status 408, 409, 429 and 5xx and after connection errors: 0.5 s, then
-    twice as long each time up to 8 s, or as long as the server's Retry-After says. After `retries` of these the run
+    twice as long each time up to 8 s, or as long as the server's Retry-After says, up to two minutes (above it tries no
+    more). After `retries` of these the run
     ends with one line; the answers so far are in the log.
     The key comes only from the environment; a server at `base_url` may need none.
     """
@@ -177,12 +178,12 @@ class EndpointProposer:
             return InputError(f"{self._where}: {self._redacted(error)}{KEPT}")
         status = error.status_code
         if isinstance(error, openai.RateLimitError):
-            return InputError(f"{self._where}: status 429, rate-limited after {self.retries} more tries{KEPT}")
+            return InputError(f"{self._where}: status 429, rate-limited after at most {self.retries} more tries{KEPT}")
         if isinstance(error, openai.AuthenticationError | openai.PermissionDeniedError):
             return InputError(f"{self._where}: status {status}, refuses the key; check {KEY_VARIABLE}{KEPT}")
         if isinstance(error, openai.NotFoundError):
             return InputError(f"{self._where}: status 404; check --base_url and --model_name {self.model_name}{KEPT}")
-        tries = f" after {self.retries} more tries" if status >= 500 else ""
+        tries = f" after at most {self.retries} more tries" if status >= 500 else ""
         return InputError(f"{self._where}: status {status}{tries} ({self._redacted(error)}){KEPT}")
 
     def _redacted(self, error: Exception | bytes) -> str:

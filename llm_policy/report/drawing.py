@@ -1,11 +1,13 @@
-"""Drawing programs: two learners on each picture."""
+"""Drawing programs: two learners on each picture, with the model that they begin with."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import BaseModel, Field, FiniteFloat, TypeAdapter
 
 from llm_policy.plots import curves_figure
+from llm_policy.reading import read_yaml
 from llm_policy.report import files
 from llm_policy.report.cells import each, link, listed, markdown, with_seeds
 from llm_policy.report.dates import made, made_by
@@ -48,12 +50,16 @@ def drawings() -> dict[str, list[dict]]:
 def drawn_by(folder: Path) -> list[dict]:
     """The finished seeds of one learner and one picture: evaluation, metrics, and who learnt what."""
     found = []
-    for seed in finished_seeds(folder, ("evaluation.json", "run.json", "metrics.jsonl", "minutes.txt")):
+    for seed in finished_seeds(
+        folder, ("evaluation.json", "run.json", "resolved_config.yaml", "metrics.jsonl", "minutes.txt")
+    ):
         with files.whole(seed):
             evaluation, run = files.read_json(seed / "evaluation.json"), files.read_json(seed / "run.json")
+            config = read_yaml(seed / "resolved_config.yaml")
             found.append(
                 {
                     "target": run["target"],
+                    "model": Path(config["model_name_or_path"]).name.removesuffix(".gguf"),
                     "learner": LEARNERS[run.get("learner")],
                     "policies": rows_by_name(evaluation, DrawingRow, TRAINED),
                     "baselines": TypeAdapter(dict[str, FiniteFloat]).validate_python(evaluation["baselines"]),
@@ -69,12 +75,12 @@ def drawn_by(folder: Path) -> list[dict]:
 def drawing_section(drawn: Mapping[str, list[dict]]) -> str:
     """Each picture and learner: whether, and after how much, the first perfect program came."""
     headers = (
-        "picture", "learner", "solved", "first perfect program", "programs", "minutes of learning", "steps or epochs",
-        "first batch: best, mean pixels", "last batch: best, mean pixels", "trained, sampled: mean, solve it",
-        "minutes in all", "date, commit",
+        "picture", "model", "learner", "solved", "first perfect program", "programs", "minutes of learning",
+        "steps or epochs", "first batch: best, mean pixels", "last batch: best, mean pixels",
+        "trained, sampled: mean, solve it", "minutes in all", "date, commit",
     )  # fmt: skip
     rows = []
-    for name, seeds in sorted(drawn.items(), key=lambda entry: (entry[1][0]["target"], entry[0])):
+    for name, seeds in sorted(drawn.items(), key=lambda entry: (_setting(entry[1]), entry[0])):
         first, last = ([seed["metrics"][place] for seed in seeds] for place in (0, -1))
         sampled = [seed["policies"].get(SAMPLED) for seed in seeds]
         solved = [seed["found"].share == 1.0 for seed in seeds]
@@ -84,7 +90,7 @@ def drawing_section(drawn: Mapping[str, list[dict]]) -> str:
         ]
         rows.append(
             [
-                seeds[0]["target"],
+                *_setting(seeds),
                 link(seeds[0]["learner"], DRAWING, name),
                 f"**{sum(solved)} of {len(seeds)}**",
                 listed(perfect),
@@ -103,17 +109,24 @@ def drawing_section(drawn: Mapping[str, list[dict]]) -> str:
     return markdown(headers, rows)
 
 
+def _setting(seeds: list[dict]) -> tuple[str, str]:
+    """The picture, and the model that draws it."""
+    target, model = ({seed[name] for seed in seeds} for name in ("target", "model"))
+    return ", ".join(sorted(target)), ", ".join(sorted(model))
+
+
 def write_drawing_curves() -> None:
-    """The best and the mean of each batch, of both learners: two pictures for each target."""
-    by_target: dict[str, list[list[dict]]] = {}
+    """The best and the mean of each batch, of both learners: two pictures for each target and model."""
+    by_setting: dict[tuple[str, str], list[list[dict]]] = {}
     for seeds in drawings().values():
-        by_target.setdefault(seeds[0]["target"], []).append(seeds)
+        by_setting.setdefault(_setting(seeds), []).append(seeds)
     axes = {
         "generations": ("generations", lambda line: line["drawing/generations"]),
         "minutes": ("minutes of learning, CPU", lambda line: line["seconds"] / 60),
     }
-    for target, results in by_target.items():
+    for (target, model), results in by_setting.items():
         lines = results[0][0]["baselines"]
+        of_setting = "_".join(re.findall(r"\w+", f"{target} {model}".lower()))
         for name, (x_label, x_of) in axes.items():
             curves = {
                 with_seeds(f"{seeds[0]['learner']}, {what} of each batch", seeds): [
@@ -123,5 +136,5 @@ def write_drawing_curves() -> None:
                 for seeds in results
                 for what, value in (("best", "drawing/best"), ("mean", "reward"))
             }
-            figure = curves_figure(curves, lines, x_label, "share of equal pixels", target)
-            files.save_picture(figure, f"drawing_{target.replace('-', '_')}_{name}")
+            figure = curves_figure(curves, lines, x_label, "share of equal pixels", f"{target}, {model}")
+            files.save_picture(figure, f"drawing_{of_setting}_{name}")

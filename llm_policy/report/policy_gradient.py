@@ -57,7 +57,9 @@ def policy_gradients() -> dict[str, list[dict]]:
 def played_by(folder: Path) -> list[dict]:
     """The finished seeds of one policy gradient: evaluation, metrics, minutes, and which actor learnt how."""
     found = []
-    for seed in finished_seeds(folder, ("evaluation.json", "run.json", "metrics.jsonl", "minutes.txt")):
+    for seed in finished_seeds(
+        folder, ("evaluation.json", "run.json", "resolved_config.yaml", "metrics.jsonl", "minutes.txt")
+    ):
         with files.whole(seed):
             evaluation, run = files.read_json(seed / "evaluation.json"), files.read_json(seed / "run.json")
             config = read_yaml(seed / "resolved_config.yaml")

@@ -55,7 +55,8 @@ def search_section(searches: Mapping[str, list[dict]], trained: Mapping[str, lis
         "date, commit",
     )  # fmt: skip
     rows = []
-    for name, seeds in searches.items():
+    last_of = {game(seeds[0]): name for name, seeds in searches.items()}  # others' results stand once, below it
+    for name, seeds in sorted(searches.items(), key=lambda entry: list(last_of).index(game(entry[1][0]))):
         where, is_usual_lake = f"{game(seeds[0])}, {seeds[0]['horizon_steps']} steps", is_slippery_lake(seeds[0])
         for policy in dict.fromkeys(policy for seed in seeds for policy in seed["policies"]):
             found = [seed["policies"][policy] for seed in seeds if policy in seed["policies"]]
@@ -65,6 +66,8 @@ def search_section(searches: Mapping[str, list[dict]], trained: Mapping[str, lis
             source = link(name, SEARCH, name) if is_searched else ""
             score = values(found, "value")
             rows.append([where, policy, len(found), score, episodes, minutes, source, made_by(seeds)])
+        if last_of[game(seeds[0])] != name:
+            continue
         if is_usual_lake and SUMMARY_LAKE in trained:
             runs = trained[SUMMARY_LAKE]
             score = values([run["policies"][TRAINED] for run in runs], "success_at_horizon")

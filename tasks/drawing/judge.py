@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError
 from transformers import PreTrainedModel
 from typing_extensions import TypedDict
 
@@ -16,7 +16,7 @@ from llm_policy.chat import Reader
 from llm_policy.errors import InputError
 from llm_policy.grpo.diagnostics import Judgement
 from llm_policy.plots import grids_figure
-from llm_policy.reading import read_text
+from llm_policy.reading import first_of, read_text
 from llm_policy.run_files import save_judgement
 from llm_policy.statistics import wilson_interval
 from llm_policy.tables import new_table, show
@@ -85,7 +85,8 @@ def read_found(file: Path) -> list[Found]:
             return FOUND_LIST.validate_json(read_text(older), strict=True) if older.exists() else []
         return [FOUND.validate_json(line, strict=True) for line in read_text(file).splitlines()]
     except (OSError, ValueError) as error:
-        raise InputError(f"{file}: is no record of programs ({str(error).splitlines()[0]}); delete it") from error
+        reason = first_of(error) if isinstance(error, ValidationError) else str(error).splitlines()[0]
+        raise InputError(f"{file}: is no record of programs ({reason}); delete it") from error
 
 
 def scored(codes: Sequence[str], outcomes: Sequence[Outcome], wanted: Grid) -> Score:

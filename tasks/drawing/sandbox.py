@@ -57,10 +57,9 @@ class Outcome:
 
 
 def code_of(completion: str) -> str:
-    """The program in a reply that was begun for the model with an opening fence: all up to the next fence.
+    """The program in a reply: what stands in its fence, or all of a reply without one.
 
-    Where the model opens a fence of its own, with words around it, what stands inside: of several fences the first one
-    that defines `task`, else any function, where one does.
+    Of what stands before, in and behind fences, the first part that defines `task`, else any function, where one does.
 
     >>> code_of("def task(img):\\n    return img\\n```\\nThis does it.")
     'def task(img):\\n    return img\\n'

@@ -1,4 +1,4 @@
-"""How a drawing task is asked: pictures as rows and columns of digits, the functions, the beginning of the reply."""
+"""How a drawing task is asked: pictures as rows and columns of digits, the functions, the reply."""
 
 from llm_policy.chat import Messages
 from tasks.drawing.sandbox import Grid

@@ -230,8 +230,10 @@ def _records(name: str, samples: Path) -> Iterator[tuple[str, Fields]]:
             rows = csv.DictReader(io.StringIO(text, newline=""), restkey=TOO_MANY, strict=True)
             numbered = [(rows.line_num, row) for row in rows]
         else:
-            lines = enumerate(text.split("\n"), start=1)
-            numbered = [(number, parse_json(line)) for number, line in lines if line.strip()]
+            numbered = []
+            for number, line in enumerate(text.split("\n"), start=1):
+                if line.strip():
+                    numbered.append((number, _object(path, number, line)))
     except FileNotFoundError:
         raise InputError(
             f"dataset {name}: no such file; give a file that is there, or leave the option out for the bundled samples"
@@ -243,14 +245,24 @@ def _records(name: str, samples: Path) -> Iterator[tuple[str, Fields]]:
         kind = "a line of names, then fields with commas" if path.suffix == ".csv" else "a JSON object per line"
         raise InputError(f"dataset {name}: cannot be read ({said}); expected {kind}") from None
     for number, record in numbered:
-        if not isinstance(record, dict):
-            raise InputError(f"{path}: line {number}: {str(record)[:40]!r}, expected an object in braces")
         if TOO_MANY in record:
             raise InputError(
                 f"{path}: line {number}: has more fields than the first line has names, {str(record[TOO_MANY])[:60]}; "
                 "put a text with a comma in double quotes"
             )
         yield f"{path}: line {number}", record
+
+
+def _object(path: Path, number: int, line: str) -> Fields:
+    """The fields in a line of a .jsonl; `InputError` where it holds something else."""
+    try:
+        record = parse_json(line)
+    except ValueError as error:
+        said = " ".join(str(error).split())
+        raise InputError(f"{path}: line {number}: cannot be read ({said}); expected a JSON object") from None
+    if not isinstance(record, dict):
+        raise InputError(f"{path}: line {number}: {str(record)[:40]!r}, expected an object in braces")
+    return record
 
 
 def _hub_records(name: str) -> Iterator[tuple[str, Fields]]:

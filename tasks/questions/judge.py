@@ -67,6 +67,7 @@ class QuestionJudge:
     Attributes:
         words: how they are asked.
         settings: what run.json says of them.
+        called: what the questions are called.
     """
 
     questions: Sequence[Question]
@@ -74,6 +75,7 @@ class QuestionJudge:
     reader: Reader
     settings: dict
     seed: int = 0
+    called: str = "held-out questions"
 
     def answers(self, model: PreTrainedModel, samples: int = 0) -> dict:
         """`texts`: the completions, those of one question next to each other."""
@@ -120,7 +122,7 @@ class QuestionJudge:
     def judgement(self, answers: Mapping) -> Judgement:
         score = self.score(answers)
         low, high = score.interval
-        right = f"{score.right_P.sum():.4g} of {len(self.questions)} held-out questions are right"
+        right = f"{score.right_P.sum():.4g} of {len(self.questions)} {self.called} are right"
         verdict = f"{right} ({score.accuracy:.0%}, 95 % interval {low:.0%} to {high:.0%})"
         if len(score.said) == 1 and score.readable == 1:
             verdict = f"one answer to all questions, {next(iter(score.said))}: {verdict}"
@@ -151,7 +153,7 @@ class QuestionJudge:
     def compare(self, answers_of: Mapping[str, Mapping]) -> Comparison:
         scores = {name: self.score(answers) for name, answers in answers_of.items()}
         columns = ("accuracy", "95 % interval", "readable", "well-formed", "words", "answers")
-        title = f"{len(self.questions)} held-out questions of {self.settings['dataset']}"
+        title = f"{len(self.questions)} {self.called} of {self.settings['dataset']}"
         table = new_table(title, "policy", columns, left=("answers",))
         baselines = self.baselines()
         for name, accuracy in baselines.items():
@@ -185,7 +187,7 @@ class QuestionJudge:
         ]
         content = {"settings": self.settings, "baselines": baselines, "policies": rows, "questions": asked}
         shares = {name: (score.accuracy, *score.interval) for name, score in scores.items()}
-        figure = shares_figure(shares, baselines, "held-out questions answered right", "95 % intervals")
+        figure = shares_figure(shares, baselines, f"{self.called} answered right", "95 % intervals")
         save_judgement(folder, json.dumps(content, indent=1) + "\n", figure)
 
 

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 from transformers import PreTrainedTokenizerBase
 from trl import GRPOConfig
 
-from llm_policy.chat import Reader, fit_to_template
+from llm_policy.chat import Messages, Reader, fit_to_template
 from llm_policy.completions import tagged, well_formed_rewards
 from llm_policy.errors import InputError
 from llm_policy.reading import first_of
@@ -110,7 +110,9 @@ class QuestionTask:
                 f"--dataset {arguments.dataset}: has other questions than when the run was judged; put the old file "
                 "back, or name questions with --test_dataset"
             )
-        return QuestionJudge(judged, self.words, reader, known, seed)
+        # Of questions that were not held out for it a run may have been trained on some
+        are_named = arguments.test_dataset and "held_out" not in settings
+        return QuestionJudge(judged, self.words, reader, known, seed, *["questions"] * bool(are_named))
 
     @staticmethod
     def _settings(arguments, judged: Sequence[Question]) -> dict:
@@ -144,8 +146,15 @@ def question_task(
         )
         for question in questions
     ]
-    legal = {normalised(option) for question in questions for option in question.legal}  # of one question or another
+    legal_of = {
+        prompt[-1]["content"]: set(map(normalised, q.legal)) for q, (prompt, _) in zip(questions, lessons, strict=True)
+    }
     letters = questions[0].legal if all(q.by_letter and q.legal == questions[0].legal for q in questions) else ()
+
+    def is_reply(prompt: Messages, text: str) -> bool:
+        """One thought, and one answer that the question has among its options, if it has any."""
+        legal = legal_of[prompt[-1]["content"]]
+        return tagged(lambda answer: normalised(answer) in legal if legal else bool(answer.strip()))(prompt, text)
 
     def action_rewards(rows: list[dict], weights: Sequence[float]) -> np.ndarray:
         return well_formed_rewards(REWARDS, weights, rows, letters)
@@ -177,7 +186,7 @@ def question_task(
         reward_functions=list(REWARDS),
         judge=judge,
         judge_between=replace(judge, questions=judge.questions[:JUDGED_BETWEEN]),
-        is_reply=tagged(lambda answer: normalised(answer) in legal if legal else bool(answer.strip())),
+        is_reply=is_reply,
         actions=letters,
         action_rewards=action_rewards if letters else None,
         lessons=lessons,
