@@ -36,7 +36,8 @@ def _gap_PA(q_values_PA: np.ndarray) -> np.ndarray:
     """exp of the relative loss against the best action, times 10: keeps 5 % worse (0.61) apart from optimal (1)."""
     best_P1 = q_values_PA.max(axis=1, keepdims=True)
     size_P1 = np.maximum(np.abs(best_P1), 1e-9)
-    return np.exp(-10.0 * (best_P1 - q_values_PA) / size_P1)
+    loss_PA = best_P1 - q_values_PA
+    return np.exp(-10.0 * np.where(loss_PA > OPTIMAL_TOLERANCE, loss_PA, 0.0) / size_P1)
 
 
 def _rank_PA(q_values_PA: np.ndarray) -> np.ndarray:

@@ -27,9 +27,9 @@ def check_output(path: str | None) -> None:
         raise InputError(f"--output {path}: holds no figures of a benchmark; name another file")
 
 
-def save_figures(path: str, figures: Mapping) -> None:
-    """Write `figures` and the machine they come from; figures of an earlier call are replaced."""
-    machine = (sys.argv[1:], date.today().isoformat(), commit(), device_text(torch.cuda.is_available()))
+def save_figures(path: str, figures: Mapping, on_gpu: bool = False) -> None:
+    """Write `figures` and what computed them; figures of an earlier call are replaced."""
+    machine = (sys.argv[1:], date.today().isoformat(), commit(), device_text(on_gpu))
     content = dict(zip(MACHINE, (*machine, torch.__version__), strict=True)) | figures
     with writing(f"--output {path}", "name a file that can be"):
         Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -42,6 +42,7 @@ output=$(cd "$output" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 trap 'kill -KILL -- "-$!" 2>/dev/null; exit 75' INT TERM
+export CUDA_VISIBLE_DEVICES="${CUDA_VISIBLE_DEVICES:-0}" # a run of one process takes one GPU
 python="${PYTHON:-python}"
 [[ -n "${PYTHON:-}" || ! -x .venv/bin/python ]] || python=.venv/bin/python
 failed=() named=""

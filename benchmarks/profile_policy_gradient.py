@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         figures = {"steps": steps, "seconds": whole, "steps_per_second": steps / whole, "shares": shares}
         if learner.reader is not None:
             figures["cache_hit_rate"] = learner.reader.encoder.hit_rate
-        save_figures(own.output, figures)
+        save_figures(own.output, figures, on_gpu=algorithm.device.type == "cuda")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ listed by their own time. The floor is the floating-point operations of matrix p
 FlopCounterMode), divided by the rate that this machine reaches on one large product in the same number format.
 """
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a run on a CPU is what is profiled
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from llm_policy.startup import announce
 

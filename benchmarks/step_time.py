@@ -60,7 +60,7 @@ from llm_policy.chat import Messages, Reader, fit_to_template, prompt_token_ids,
 from llm_policy.command_line import parse_arguments
 from llm_policy.completions import action_index, tagged
 from llm_policy.environments.frozen_lake import CANONICAL_GRIDS, FrozenLake
-from llm_policy.errors import check_choices, run_script
+from llm_policy.errors import InputError, check_choices, run_script
 from llm_policy.grpo.trainer import PolicyTrainer
 from llm_policy.grpo.warm_start import Lesson, teach_format
 from llm_policy.hardware import take_granted_threads, this_device
@@ -90,6 +90,11 @@ class StepArguments:
 
     def __post_init__(self) -> None:
         check_choices(self, {"dtype": ("auto", *FORMATS)})
+        if (completions := self.prompts * self.group) % self.accumulation:
+            raise InputError(
+                f"--accumulation {self.accumulation}: does not divide the {completions} completions of a step, "
+                f"--prompts {self.prompts} x --group {self.group}"
+            )
 
 
 @dataclass
@@ -324,6 +329,8 @@ def peak_memory_gb(path: str, arguments: StepArguments) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     (arguments, others), _ = parse_arguments(argv, (StepArguments, OutputArguments), description=__doc__)
     check_output(others.output)
+    if (gpus := torch.cuda.device_count()) > 1:
+        raise InputError(f"{gpus} GPUs are there, and a step is of one: CUDA_VISIBLE_DEVICES=0 takes the first")
     if threads := take_granted_threads():
         print(threads)
     arguments.dtype = format_of(arguments.dtype)
@@ -374,7 +381,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "floor_of_step": step_floor,
             "ratio": float(np.median(ratios)),
         }
-        save_figures(others.output, figures)
+        save_figures(others.output, figures, on_gpu=torch.cuda.is_available())
 
 
 if __name__ == "__main__":

@@ -235,7 +235,10 @@ def read_config(config: str, groups: Sequence[type], own: Sequence[type]) -> dic
                 values[name] = str(values[name])  # as on the command line
                 continue
             kinds = [KINDS.get(get_origin(t) or t, str(t)) for t in union_members(hint) if t is not type(None)]
-            raise InputError(f"{config}: {name}: {values[name]!r}: expected {' or '.join(kinds)}")
+            remedy = (
+                " of numbers such as 1.0e-4, with a point" if re.search(r"'-?\d+e-?\d+'", repr(values[name])) else ""
+            )
+            raise InputError(f"{config}: {name}: {values[name]!r}: expected {' or '.join(kinds)}{remedy}")
     return values
 
 

@@ -113,9 +113,10 @@ def check_agreement(facts: Mapping[str, object]) -> None:
         for name in sorted({*everywhere[0], *others}):
             here, there = everywhere[0].get(name, "the default"), others.get(name, "the default")
             if here != there:
+                by_machine = ". What is faster differs here: name --dtype" if name in ("--dtype", "--bf16") else ""
                 raise InputError(
                     f"{name}: {there} in process {number}, {here} in process 0; start all processes of a run with the "
-                    "same code, packages, options and data"
+                    f"same code, packages, options and data{by_machine}"
                 )
 
 

@@ -170,5 +170,7 @@ def check_number(name: str, value: object, kind: type, allowed: Range) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return
     is_whole = kind is float or isinstance(value, int)
-    if not (is_whole and math.isfinite(value) and value in allowed):
-        raise InputError(f"{name} {value:.12g}: expected {'a number' if kind is float else 'an integer'} {allowed}")
+    is_finite = isinstance(value, int) or math.isfinite(value)  # an integer may be too long for a float
+    if not (is_whole and is_finite and value in allowed):
+        shown = f"{value:.12g}" if isinstance(value, float) or abs(value) < 1e300 else f"{str(value)[:12]}..."
+        raise InputError(f"{name} {shown}: expected {'a number' if kind is float else 'an integer'} {allowed}")

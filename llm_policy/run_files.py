@@ -90,7 +90,8 @@ def only_process_in(output_dir: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout as error:
         raise InputError(
-            f"--output_dir {output_dir}: another process is at work there; wait for it, stop it, or name another folder"
+            f"--output_dir {output_dir}: another process is at work there; wait for it, stop it, or name another "
+            f"folder (if there is none, as may be on a disk without locks, delete {output_dir / '.lock'})"
         ) from error
     except OSError as error:
         raise InputError(f"--output_dir {output_dir}: cannot be written ({error}); name another folder") from error

@@ -226,6 +226,7 @@ BAD_CONFIGS = {
     "map: [a]\n": r"\S+config.yaml: map: \['a'\]: expected text",
     "maps: 4x4\n": r"\S+config.yaml: maps: '4x4': expected a list",
     "counts: [one]\n": r"\S+config.yaml: counts: \['one'\]: expected a list",
+    "counts: [1, 1e3]\n": r"\S+config.yaml: counts: \[1, '1e3'\]: expected a list of numbers such as 1.0e-4, with",
     "target: true\n": r"\S+config.yaml: target: True: expected a list",
     "target: [1]\n": r"\S+config.yaml: target: \[1\]: expected a list",
     "output_file: true\n": r"\S+config.yaml: output_file: True: expected text in quotes",

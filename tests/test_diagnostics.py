@@ -203,10 +203,21 @@ def test_it_waits_for_the_policy_that_samples(monkeypatch):
     assert torch.equal(torch.get_rng_state(), random_state)
 
 
+@pytest.mark.parametrize(("percent", "is_settled"), [(87.7, True), (87.5, False)])
+def test_who_does_as_the_expert_is_asked_for_no_more(percent, is_settled, capsys):
+    """On the 8x8 lake the discounted expert has 89.4 % of the optimum, and nobody who follows him 98."""
+    accelerator = SimpleNamespace(unwrap_model=lambda model: model, autocast=nullcontext)
+    trainer = SimpleNamespace(_metrics={"train": {}}, accelerator=accelerator, model=None)
+    sampled = Judgement({"percent_of_optimal": percent}, "")
+    diagnostics = PolicyDiagnostics(trainer, None, 1, "optimal", {}, lambda _: sampled)
+    assert diagnostics.is_settled(Judgement({"percent_of_optimal": 89.4}, "")) == is_settled
+    assert capsys.readouterr().out == f"sampled: {percent} % of optimal (87.6 to stop)\n"
+
+
 def test_a_task_that_knows_no_percent_is_not_waited_for():
     accelerator = SimpleNamespace(unwrap_model=lambda model: model, autocast=nullcontext)
     trainer = SimpleNamespace(_metrics={"train": {}}, accelerator=accelerator, model=None)
-    assert PolicyDiagnostics(trainer, None, 1, "optimal", {}, lambda _: Judgement({}, "")).is_settled()
+    assert PolicyDiagnostics(trainer, None, 1, "optimal", {}, lambda _: Judgement({}, "")).is_settled(Judgement({}, ""))
     assert trainer._metrics == {"train": {}}
 
 

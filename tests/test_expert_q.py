@@ -243,6 +243,7 @@ def test_no_file_of_others_stands_in_the_way(tmp_path):
         ["--random_maps", "100000", "--map_size", "64"],
         ["--map_size", "8"],
         ["--q_learning_steps", "3000"],
+        ["--batches", "50", "--rows", "states"],
         ["--episodes_per_batch", "4", "--rows", "states"],
         ["--map", "8x8", "--random_maps", "5"],
         ["--random_maps", "3", "--env_id", "Taxi-v4"],

@@ -17,7 +17,7 @@ from llm_policy.grpo.arguments import ScriptArguments
 from llm_policy.policy_gradient.arguments import PolicyGradientArguments
 from llm_policy.policy_search.proposers import ProposerSettings
 from llm_policy.policy_search.search import SearchSettings
-from llm_policy.ranges import ANY_NUMBER, RANGES, Range, check_mappings, check_ranges, ranges_of
+from llm_policy.ranges import ANY_NUMBER, RANGES, Range, check_mappings, check_number, check_ranges, ranges_of
 from tasks import TASKS, task_module
 
 GROUPS = [
@@ -135,3 +135,8 @@ def test_a_number_as_text():
 def test_text_that_is_no_number_is_another_checks_business():
     check_ranges({"pad_to_multiple_of": "auto"}, [GRPOConfig])
     check_mappings({"generation_kwargs": {"cache": "static", "use": True}, "seed": 3})
+
+
+def test_a_number_that_no_float_holds_is_one_line():
+    with pytest.raises(InputError, match=r"^--seed 100000000000\.\.\.: expected an integer of at least 0, at most 10$"):
+        check_number("--seed", 10**400, int, Range.parse("[0, 10]"))

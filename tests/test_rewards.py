@@ -85,6 +85,7 @@ SHAPES = [
     (RewardShaping("gap"), [1.0, 0.95, 0.9, 0.0], [1.0, np.exp(-0.5), np.exp(-1.0), np.exp(-10.0)]),
     (RewardShaping("gap"), [-1.0, -1.1, -2.0, -1.0], [1.0, np.exp(-1.0), np.exp(-10.0), 1.0]),
     (RewardShaping("gap"), [0.0] * 4, [1.0] * 4),
+    (RewardShaping("gap"), [5e-7, 0.0, 0.0, 0.0], [1.0] * 4),
     (RewardShaping("gap", cap_bonus=False), [1.0, 0.0, 0.0, 0.0], [1.2] + [np.exp(-10.0)] * 3),
     # Rank: share of the others that are not better; ties share the better rank
     (RewardShaping("rank"), Q_VALUES, [1 / 3, 2 / 3, 1.0, 0.0]),

@@ -17,7 +17,7 @@ from test_train_script import metrics_of, small_run
 import evaluate_policy
 import tasks
 import train_script
-from llm_policy.environments import expert_q
+from llm_policy.environments import expert_q, judge
 from llm_policy.environments.gym_env import make_gym_environment
 from llm_policy.environments.gym_table import GymTable
 from llm_policy.environments.judge import baseline_policy, evaluate_policies, simulated_successes
@@ -219,7 +219,7 @@ def test_a_game_that_ends_badly_has_to_say_so(key_room):
     assert simulated_successes(said, constant_policy(20, down, 4), None, 3, seed=0) == 0
 
 
-def test_a_game_that_time_alone_ends_is_judged_without_an_optimum(key_room):
+def test_a_game_that_time_alone_ends_is_judged_without_an_optimum(key_room, monkeypatch, tmp_path):
     """Its rewards never end, so that no policy is the best one without a limit."""
 
     class Endless(key_room.KeyRoomEnv):
@@ -231,7 +231,13 @@ def test_a_game_that_time_alone_ends_is_judged_without_an_optimum(key_room):
     endless = type("EndlessRoom", (key_room.KeyRoom,), {"env_id": "EndlessRoom-v0"})()
     judged = evaluate_policies({"mine": [constant_policy(20, 0, 4)]}, [endless], episodes=2)
     assert [one.name for one in judged] == ["uniform random", judged[1].name, "mine"]
+    assert [one.is_reference for one in judged] == [True, True, False]
     assert judged[0].mean("optimal_return") > judged[0].mean("return_at_horizon")
+    shown = []
+    draw = judge.policy_figure
+    monkeypatch.setattr(judge, "policy_figure", lambda rows: shown.extend(row[0] for row in rows) or draw(rows))
+    judge.save_evaluation(judged, [endless], {}, tmp_path)
+    assert [title.splitlines()[0] for title in shown] == ["mine"]
 
 
 def test_a_game_with_chance_has_no_learner_from_samples(key_room):

@@ -112,6 +112,7 @@ class ExpertOptions:
             raise InputError(f"--map {self.map} with --random_maps {self.random_maps}: give one of the two")
         for option, value, is_read, of in (
             ("q_learning_steps", self.q_learning_steps, self.method == "q_learning", "--method q_learning"),
+            ("batches", self.batches, "episodes" in self.rows or self.method == "q_learning", "--rows episodes"),
             ("episodes_per_batch", self.episodes_per_batch, self.rows == "episodes", "--rows episodes"),
         ):
             if value != type(self).__dataclass_fields__[option].default and not is_read:

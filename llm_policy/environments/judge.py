@@ -35,6 +35,7 @@ from llm_policy.run_files import save_judgement
 from llm_policy.statistics import wilson_interval
 from llm_policy.tables import new_table
 
+OPTIMAL = "optimal"
 BASELINES = ("random", "constant:ACTION", "expert", "q-learning", "shortest-path")
 Q_LEARNING_RUNS, Q_LEARNING_STEPS = 5, 100_000
 NEARLY_ALWAYS = 0.8  # share of the states with one action
@@ -153,6 +154,8 @@ class EvaluatedPolicy:
     simulated_successes: int
     simulated_episodes: int
     actions: tuple[str, ...]
+    is_reference: bool = False
+    """Whether it stands in every table: the optimum, or what looks at nothing."""
 
     def mean(self, attribute: str) -> float:
         return float(np.mean([getattr(score, attribute) for score in self.scores]))
@@ -213,15 +216,14 @@ def evaluate_policies(
     shapes = [environment.mdp.rewards_SA.shape for environment in environments]
     rows: dict[str, Sequence[np.ndarray]] = {}
     with suppress(InputError):  # rewards that never end have no optimum without a limit
-        rows["optimal"] = [optimal_policy(environment.mdp) for environment in environments]
+        rows[OPTIMAL] = [optimal_policy(environment.mdp) for environment in environments]
     rows |= {
         "uniform random": [uniform_policy(*shape) for shape in shapes],
         best_constant: [constant_policy(shape[0], a, shape[1]) for shape, a in zip(shapes, constants, strict=True)],
-        **named_policies,
     }
     per_map = -(-episodes // len(environments))
     evaluated = []
-    for name, policies_SA in rows.items():
+    for name, policies_SA in [*rows.items(), *named_policies.items()]:
         validity = (validities or {}).get(name)
         pairs = list(zip(environments, policies_SA, strict=True))
         scores = [score_policy(environment, policy_SA, horizon_steps, validity) for environment, policy_SA in pairs]
@@ -230,7 +232,9 @@ def evaluate_policies(
             for m, (environment, policy_SA) in enumerate(pairs)
         )
         evaluated.append(
-            EvaluatedPolicy(name, list(policies_SA), scores, successes, per_map * len(environments), actions)
+            EvaluatedPolicy(
+                name, list(policies_SA), scores, successes, per_map * len(environments), actions, name in rows
+            )
         )
     return evaluated
 
@@ -299,8 +303,8 @@ def save_evaluation(
     rows = ",\n".join(json.dumps(policy.as_dict()) for policy in evaluated)  # a line per policy: maps may be hundreds
     text = f'{json.dumps(dict(about))[:-1]}, "policies": [\n{rows}\n]}}\n'
     if len(environments) == 1:
-        shown = [(p, 0, f"{p.name}\n{_what_it_earns(p.scores[0])}") for p in evaluated]
-        shown = [shown[0], *shown[3:]][:5]
+        best_and_named = [p for p in evaluated if p.name == OPTIMAL or not p.is_reference]
+        shown = [(p, 0, f"{p.name}\n{_what_it_earns(p.scores[0])}") for p in best_and_named[:5]]
     else:
         policy = next((p for p in reversed(evaluated) if p.name.endswith(", greedy")), evaluated[-1])
         percents = [score.percent_of_optimal for score in policy.scores]

@@ -128,7 +128,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
             judgement = self.evaluate(state.global_step)
             self.optimal_evaluations = self.optimal_evaluations + 1 if judgement.is_optimal else 0
             if self.stop_when in ("optimal", "either") and self.optimal_evaluations >= STEADY_EVALUATIONS:
-                self.has_stopped = self.has_stopped or self.is_settled()
+                self.has_stopped = self.has_stopped or self.is_settled(judgement)
         if self.stop_when in ("collapsed", "either") and self.has_collapsed(state.global_step):
             self.has_stopped = True
         if self.stop_when in BATCH_CONDITIONS and self.full_reward is not None:
@@ -168,7 +168,7 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
             writer.add_figure("policy", judgement.draw(f"step {step}"), step)
         return judgement
 
-    def is_settled(self) -> bool:
+    def is_settled(self, greedy: Judgement) -> bool:
         """Whether the sampled policy is nearly as good as the greedy one; leaves the random state as it is."""
         if self.sampled is None:
             return True
@@ -181,8 +181,10 @@ class PolicyDiagnostics(TrainerCallback, ExportableState):
         if percent is None:
             return True
         self.trainer._metrics["train"]["policy/sampled_percent_of_optimal"] = [percent]
-        print(f"sampled: {percent:.1f} % of optimal ({SETTLED_PERCENT:g} to stop)", flush=True)
-        return percent >= SETTLED_PERCENT
+        # Where the expert's discount asks for other actions, who does as the expert stays below the optimum
+        needed = SETTLED_PERCENT / 100 * min(100.0, greedy.metrics.get("percent_of_optimal", 100.0))
+        print(f"sampled: {percent:.1f} % of optimal ({needed:.3g} to stop)", flush=True)
+        return percent >= needed
 
     def has_collapsed(self, step: int) -> bool:
         return self.unanimous_since is not None and step - self.unanimous_since >= COLLAPSE_STEPS

@@ -310,7 +310,7 @@ def compare(
     text = show(rows_table, ceiling, *published_lines(environment))
     greedy = policies.get(GREEDY, [])
     verdict = policy_verdict(greedy, [table], [score_policy(table, greedy[0], horizon)]) if greedy else ""
-    firsts = {policy.name: policy.scores[0] for policy in evaluated[:3]}
+    firsts = {policy.name: policy.scores[0] for policy in evaluated if policy.is_reference}
     earned = {
         name: score.success_at_horizon if score.return_at_horizon is None else score.return_at_horizon
         for name, score in firsts.items()
