@@ -73,25 +73,8 @@ def mdp_from_env(env) -> MDP:
     if start_S is None:
         raise InputError(f"environment {name}: has a table `P` but no start distribution `initial_state_distrib`")
 
+    table = _checked_table(name, table)
     states, actions = len(table), len(table[0])
-    if states > MOST_STATES:
-        raise InputError(f"environment {name}: {states} states, at most {MOST_STATES}: solving takes their square")
-    try:
-        follow = {s: {a: [tuple(outcome) for outcome in table[s][a]] for a in range(actions)} for s in range(states)}
-        leads_out = {
-            f"state {s}, action {a}: {n}"
-            for s in follow
-            for a in follow[s]
-            for _, n, _, _ in follow[s][a]
-            if not 0 <= n < states
-        }
-    except (LookupError, TypeError, ValueError) as error:
-        raise InputError(
-            f"environment {name}: its table is no P[state][action] = [(probability, next state, reward, done), ...] "
-            f"of states 0 to {states - 1} and actions 0 to {actions - 1} ({error!r})"
-        ) from error
-    if leads_out:
-        raise InputError(f"environment {name}: {min(leads_out)} is no state, expected 0 to {states - 1}")
     outcomes = max(len(table[state][action]) for state in range(states) for action in range(actions))
     next_states_SAK = np.tile(np.arange(states)[:, None, None], (1, actions, outcomes))
     probabilities_SAK = np.zeros((states, actions, outcomes))
@@ -116,6 +99,30 @@ def mdp_from_env(env) -> MDP:
     if not (np.abs(rewards_SA) <= LARGEST_REWARD).all():
         raise InputError(f"environment {name}: its table has a reward that is no number, or above {LARGEST_REWARD:g}")
     return MDP(next_states_SAK, probabilities_SAK, rewards_SA, start_S, terminal_S)
+
+
+def _checked_table(name: str, table) -> list[list[list[tuple]]]:
+    """`P` of an environment, by state, action and outcome; `InputError` for what leads out of it, or is none."""
+    try:
+        if len(table) > MOST_STATES:
+            raise InputError(
+                f"environment {name}: {len(table)} states, at most {MOST_STATES}: solving takes their square"
+            )
+        states, actions = range(len(table)), range(len(table[0]))
+        checked = [[[(p, n, r, done) for p, n, r, done in table[s][a]] for a in actions] for s in states]
+        found = ((s, a, n) for s in states for a in actions for _, n, _, _ in checked[s][a] if not 0 <= n < len(states))
+        outside = next(found, None)
+    except (LookupError, TypeError, ValueError) as error:
+        raise InputError(
+            f"environment {name}: its table is no P[state][action] = [(probability, next state, reward, done), ...], "
+            f"states and actions counted from 0 ({error!r})"
+        ) from error
+    if outside:
+        state, action, leads_to = outside
+        raise InputError(
+            f"environment {name}: state {state}, action {action}: {leads_to} is no state, expected 0 to {states[-1]}"
+        )
+    return checked
 
 
 def optimal_q(mdp: MDP, gamma: float = 1.0, tolerance: float = 1e-10, max_sweeps: int = 100_000) -> np.ndarray:

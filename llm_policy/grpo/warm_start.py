@@ -304,21 +304,19 @@ def add_gradient(
         What this process computed of the loss, and of the probability that a lesson's reply, any of them, is sampled.
     """
     device = next(model.parameters()).device
-    rows = [
-        [(len(reader.prompt(prompt)), reply_token_ids(r, reader.tokenizer)) for r in replies]
-        for prompt, replies in lessons
-    ]
-    lengths = [[prompt + len(reply) for prompt, reply in of_one] for of_one in rows]
-    order = sorted(range(len(lessons)), key=lambda i: max(lengths[i]))  # or much of a pass would be padding
-    tokens = [sum(len(reply) for _, reply in rows[i]) for i in order]
+    before = [len(reader.prompt(prompt)) for prompt, _ in lessons]
+    replies = [[reply_token_ids(reply, reader.tokenizer) for reply in of_one] for _, of_one in lessons]
+    # Those of a pass are alike in length, or much of it would be padding
+    order = sorted(range(len(lessons)), key=lambda i: before[i] + max(map(len, replies[i])))
+    tokens = [sum(map(len, replies[i])) for i in order]
 
     def computed(chunk: slice) -> int:
         """Tokens of a pass, with padding; what all prompts begin with is counted for each lesson."""
-        chosen = order[chunk]
         if not packed:
-            return sum(len(rows[i]) for i in chosen) * max(max(lengths[i]) for i in chosen)
-        shared = [rows[i][0][0] + len(common_prefix([reply for _, reply in rows[i]])) for i in chosen]
-        return sum(sum(lengths[i]) - (len(rows[i]) - 1) * tree for i, tree in zip(chosen, shared, strict=True))
+            rows = [before[i] + len(reply) for i in order[chunk] for reply in replies[i]]
+            return len(rows) * max(rows)
+        again = [(len(replies[i]) - 1) * len(common_prefix(replies[i])) for i in order[chunk]]
+        return sum(before[i] for i in order[chunk]) + sum(tokens[chunk]) - sum(again)
 
     at_once = TOKENS_PER_PASS * (4 if device.type == "cuda" else 1)  # a GPU takes more at a time
     chunks = even_parts(len(lessons), processes.count(), lambda chunk: computed(chunk) <= at_once)
