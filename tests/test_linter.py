@@ -176,7 +176,7 @@ def test_a_csv_for_the_other_ice(tokenizers, made_for):
 
 
 def test_learned_q_values_are_rough_at_most(tokenizers, tmp_path):
-    options = {"method": "q_learning", "q_learning_steps": 50_000, "batches": 2, "episodes_per_batch": 5}
+    options = {"method": "q_learning", "q_learning_steps": 50_000, "batches": 2}
     path = write_expert_csv(ExpertOptions(**options, rows="states", output=str(tmp_path / "learned.csv")))
     assert set(rules_of(tokenizers["llama"], read_expert_csv(path))) <= {"rough Q-values"}
     noisy = table_of()
