@@ -205,7 +205,7 @@ def cut_logs(checkpoint: Path, names: Iterable[str]) -> None:
         file = checkpoint.parent / name
         size, _ = listed.get(os.path.relpath(file, checkpoint), (None, ""))
         if size is not None and file.suffix == GROWING:
-            with writing(file, f"then {RESUME}"), file.open("r+b") as stream:
+            with writing(file, f"make it writable, then {RESUME}"), file.open("r+b") as stream:
                 stream.truncate(size)
 
 

@@ -110,9 +110,10 @@ class QuestionTask:
                 f"--dataset {arguments.dataset}: has other questions than when the run was judged; put the old file "
                 "back, or name questions with --test_dataset"
             )
-        # Of questions that were not held out for it a run may have been trained on some
-        are_named = arguments.test_dataset and "held_out" not in settings
-        return QuestionJudge(judged, self.words, reader, known, seed, *["questions"] * bool(are_named))
+        judge = QuestionJudge(judged, self.words, reader, known, seed)
+        if arguments.test_dataset and "held_out" not in settings:  # a run may have been trained on some of these
+            judge = replace(judge, called="questions")
+        return judge
 
     @staticmethod
     def _settings(arguments, judged: Sequence[Question]) -> dict:
